@@ -1,0 +1,53 @@
+"""Headrace: image batches for training, decoded and augmented elsewhere, ready when the trainer asks.
+
+This folder is the package root: users write `import headrace`, and there is no `headrace.client`.
+Names are handed on lazily, so that importing the package pulls in neither torch nor DALI nor the pipeline;
+every worker process imports this module first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from headrace import errors as errors
+    from headrace.batch import Batch as Batch
+    from headrace.batch import Reject as Reject
+    from headrace.loader import Loader as Loader
+    from headrace.pipeline.spec import Config as Config
+    from headrace.pipeline.spec import Stream as Stream
+    from headrace.pipeline.transforms import CenterCrop as CenterCrop
+    from headrace.pipeline.transforms import RandomHorizontalFlip as RandomHorizontalFlip
+    from headrace.pipeline.transforms import RandomResizedCrop as RandomResizedCrop
+    from headrace.pipeline.transforms import RandomVerticalFlip as RandomVerticalFlip
+    from headrace.pipeline.transforms import Resize as Resize
+
+_HOME = {
+    "Batch": "headrace.batch",
+    "CenterCrop": "headrace.pipeline.transforms",
+    "Config": "headrace.pipeline.spec",
+    "Loader": "headrace.loader",
+    "RandomHorizontalFlip": "headrace.pipeline.transforms",
+    "RandomResizedCrop": "headrace.pipeline.transforms",
+    "RandomVerticalFlip": "headrace.pipeline.transforms",
+    "Reject": "headrace.batch",
+    "Resize": "headrace.pipeline.transforms",
+    "Stream": "headrace.pipeline.spec",
+}
+
+__all__ = ["__version__", "errors", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("headrace.errors")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,273 @@
+"""The wire protocol between client and daemon: types, version, encoding. `docs/protocol.md` is its text.
+
+A message is one byte, the protocol's version, then a MessagePack map with the message's type in `"type"`.
+Two carriers: the *session*, a Unix connection (`Channel` frames) that begins with `Hello`, hands over the ring's
+descriptor and whose end is the session's end; and ZeroMQ (DEALER to ROUTER), one message per frame, for everything
+that is frequent. Nothing here is ever unpickled or evaluated; every field is typed, every size bounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from headrace.errors import ProtocolError
+from headrace.output import Output
+from headrace.slots import SlotLayout
+
+VERSION = 1
+
+#: Largest message that a daemon takes from a client, and a client from a daemon (class names may be many).
+CLIENT_LIMIT = 1 << 16
+DAEMON_LIMIT = 1 << 26
+
+#: GETs that one session may have outstanding, whatever its window says; more ends the session.
+MAX_OUTSTANDING = 1024
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True, kw_only=True):
+    """Root of all messages; the tag is the class name."""
+
+
+# -- session, client to daemon ------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag=True):
+    """Opens a session on one stream.
+
+    Attributes:
+        stream: its name; None where the daemon has just one.
+        transport: `shm`, or `tcp` for a daemon that offers it.
+        client: who this is, for the daemon's log.
+    """
+
+    stream: str | None
+    transport: str = "shm"
+    client: str = ""
+
+
+class Ping(Message, frozen=True, tag=True):
+    """Asks whether the daemon is usable; answered with `Pong`, no session is opened."""
+
+
+# -- session, daemon to client ------------------------------------------------------------------------------
+
+
+class Pong(Message, frozen=True, tag=True):
+    """`indexed` maps each stream's name to its number of samples, or None while it is unknown."""
+
+    pid: int
+    version: str
+    streams: dict[str, int | None]
+    sessions: int
+
+
+class Indexing(Message, frozen=True, tag=True):
+    """The stream's listing is being built: `done` of about `total` files (0: unknown). Repeated until `Welcome`."""
+
+    stream: str
+    done: int
+    total: int
+
+
+class Fingerprints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hex digests: which files and labels; in which order; which pixels come out."""
+
+    data: str
+    order: str
+    pixels: str
+
+
+class Welcome(Message, frozen=True, tag=True):
+    """The session stands. Over `shm` the read-only descriptor of the ring comes with this frame.
+
+    Attributes:
+        token: names the session in every ZeroMQ message.
+        endpoint: where the daemon's ROUTER is bound.
+        layout, slots: how to map the ring.
+        samples: N, the positions of an epoch.
+        classes: names by label; empty where labels are no classes.
+        output, on_bad_sample, max_bad: the stream's defaults for the Loader's arguments.
+        render_id: of the renderer that the daemon means to use.
+        window: GETs that may be outstanding now; `Chunk` brings later values.
+        notices: what the listing left out, a sentence each, for the log.
+    """
+
+    pid: int
+    token: bytes
+    endpoint: str
+    transport: str
+    stream: str
+    layout: SlotLayout
+    slots: int
+    samples: int
+    seed: int
+    classes: list[str]
+    fingerprints: Fingerprints
+    output: Output
+    on_bad_sample: str
+    max_bad: float
+    render_id: str
+    window: int
+    notices: list[str]
+
+
+class Refused(Message, frozen=True, tag=True):
+    """No session, and why: `kind` is a class of `headrace.errors`."""
+
+    kind: str
+    text: str
+
+
+class Goodbye(Message, frozen=True, tag=True):
+    """The daemon is stopping; the connection ends after this."""
+
+    reason: str
+
+
+# -- ZeroMQ, client to daemon -------------------------------------------------------------------------------
+
+
+class Get(Message, frozen=True, tag=True):
+    """Asks for a chunk; answered by `Chunk` or `Failed` with the same `request`, in any order.
+
+    Attributes:
+        request: chosen by the client, growing within a session.
+        epoch, chunk: the address, together with the session's stream.
+    """
+
+    token: bytes
+    request: int
+    epoch: int
+    chunk: int
+
+
+class Release(Message, frozen=True, tag=True):
+    """The client has copied what it wanted from this delivery."""
+
+    token: bytes
+    request: int
+
+
+class Cancel(Message, frozen=True, tag=True):
+    """Requests up to and including this one are not wanted any more.
+
+    One that was answered meanwhile is still to be released.
+    """
+
+    token: bytes
+    request: int
+
+
+# -- ZeroMQ, daemon to client -------------------------------------------------------------------------------
+
+
+class RowReject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row whose picture's content is bad.
+
+    Attributes:
+        row: within the chunk.
+        index: line of the listing.
+        path: the file, root included, in the escaped form of `headrace ls`.
+        stage: `read`, `probe`, `decode` or `worker`.
+        reason: a sentence.
+    """
+
+    row: int
+    index: int
+    path: str
+    stage: str
+    reason: str
+
+
+class Chunk(Message, frozen=True, tag=True):
+    """A chunk is ready in `slot`, and leased to this session until `Release`.
+
+    The reader checks that the slot's generation equals `generation` before and after its copy; if not, the copy is
+    thrown away and the chunk asked for again.
+    """
+
+    request: int
+    slot: int
+    generation: int
+    render_id: str
+    window: int
+    rejects: list[RowReject]
+
+
+class Failed(Message, frozen=True, tag=True):
+    """The chunk cannot be had: an I/O error that did not go away, by name."""
+
+    request: int
+    kind: str
+    text: str
+
+
+class Unknown(Message, frozen=True, tag=True):
+    """The token names no session: say `Hello` again."""
+
+    token: bytes
+
+
+SessionRequest = Hello | Ping
+SessionReply = Pong | Indexing | Welcome | Refused | Goodbye
+ClientMessage = Get | Release | Cancel
+DaemonMessage = Chunk | Failed | Unknown
+
+#: Every message type, in the order of `docs/protocol.md`.
+MESSAGES: tuple[type[Message], ...] = (
+    Hello,
+    Ping,
+    Pong,
+    Indexing,
+    Welcome,
+    Refused,
+    Goodbye,
+    Get,
+    Release,
+    Cancel,
+    Chunk,
+    Failed,
+    Unknown,
+)
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+_HEAD = bytes([VERSION])
+
+
+class Decoder(Generic[T]):
+    """Decodes one direction of the protocol: any message outside its union is refused."""
+
+    def __init__(self, union: Any, limit: int) -> None:
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+        self._limit = limit
+
+    def __call__(self, data: bytes | memoryview) -> T:
+        """
+        Raises:
+            ProtocolError: another version, too large, or not a message of this direction.
+        """
+        if len(data) > self._limit:
+            raise ProtocolError(f"a message of {len(data)} bytes; at most {self._limit} are taken")
+        if len(data) < 2 or data[0] != VERSION:
+            theirs = data[0] if len(data) else "none"
+            raise ProtocolError(
+                f"protocol version {theirs}, this side speaks {VERSION}: install the same release on both sides"
+            )
+        try:
+            return self._decoder.decode(data[1:])
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            raise ProtocolError(f"not a message: {error}") from error
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message, version byte first."""
+    return _HEAD + _encoder.encode(message)
+
+
+decode_session_request: Decoder[Hello | Ping] = Decoder(SessionRequest, CLIENT_LIMIT)
+decode_session_reply: Decoder[Pong | Indexing | Welcome | Refused | Goodbye] = Decoder(SessionReply, DAEMON_LIMIT)
+decode_client: Decoder[Get | Release | Cancel] = Decoder(ClientMessage, CLIENT_LIMIT)
+decode_daemon: Decoder[Chunk | Failed | Unknown] = Decoder(DaemonMessage, DAEMON_LIMIT)

@@ -1,0 +1,157 @@
+"""The ring of equal slots in anonymous shared memory: where a chunk's bytes lie.
+
+One segment per stream, a memfd: it has no name, so nothing can collide or be left over, no container limit on
+/dev/shm applies, and the kernel frees it with the last process. A slot holds one chunk:
+
+    offset 0    header, 64 bytes; its first word is the slot's generation
+    then        images   uint8 [chunk, height, width, 3]
+                labels   int64 [chunk]
+                indices  int64 [chunk]      line of the sample in the listing
+                status   uint8 [chunk]      a `Status` per row
+
+each field on a 64-byte border, each slot on a page border. The daemon creates the ring and alone writes
+generations; workers write the fields; clients get a read-only descriptor.
+
+A word that another process reads without a lock is written through a typed view, never with `struct.pack_into`,
+which zero-fills the field first.
+"""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import mmap
+import os
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+_ALIGN = 64
+_HEADER = 64
+PAGE = mmap.PAGESIZE
+
+
+class Status(enum.IntEnum):
+    """What a row of a chunk holds."""
+
+    PENDING = 0  # not begun
+    RENDERING = 1  # a worker is at it; if the worker dies, this row is a suspect
+    OK = 2  # a picture
+    REJECTED = 3  # black; the picture's content is bad and the chunk's reply says why
+
+
+class SlotLayout(msgspec.Struct, frozen=True):
+    """Where the fields of a slot lie; a few numbers that travel in the handshake.
+
+    Attributes:
+        chunk: rows of a slot.
+        height: of every picture, in pixels.
+        width: likewise.
+    """
+
+    chunk: int
+    height: int
+    width: int
+
+    @property
+    def image_shape(self) -> tuple[int, int, int, int]:
+        return self.chunk, self.height, self.width, 3
+
+    @property
+    def fields(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...], int]]:
+        """`name: (dtype, shape, offset within the slot)`, in order."""
+        table: dict[str, tuple[np.dtype[Any], tuple[int, ...], int]] = {}
+        offset = _HEADER
+        for name, dtype, shape in (
+            ("images", np.dtype(np.uint8), self.image_shape),
+            ("labels", np.dtype(np.int64), (self.chunk,)),
+            ("indices", np.dtype(np.int64), (self.chunk,)),
+            ("status", np.dtype(np.uint8), (self.chunk,)),
+        ):
+            table[name] = (dtype, shape, offset)
+            offset += _round_up(dtype.itemsize * int(np.prod(shape)), _ALIGN)
+        return table
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one slot to the next, a whole number of pages."""
+        dtype, shape, offset = self.fields["status"]
+        return _round_up(offset + dtype.itemsize * int(np.prod(shape)), PAGE)
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+class SlotView:
+    """The fields of one slot as NumPy arrays over the mapping; valid while the ring is open."""
+
+    __slots__ = ("images", "indices", "labels", "status")
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    status: NDArray[np.uint8]
+
+    def __init__(self, buffer: memoryview, layout: SlotLayout, offset: int) -> None:
+        for name, (dtype, shape, at) in layout.fields.items():
+            setattr(self, name, np.ndarray(shape, dtype, buffer, offset + at))
+
+
+class Ring:
+    """A mapping of the segment. Make it with `create` (the daemon) or `attach` (everybody else)."""
+
+    def __init__(self, fd: int, layout: SlotLayout, slots: int, *, writable: bool) -> None:
+        self.layout = layout
+        self.slots = slots
+        self.fd = fd
+        size = layout.stride * slots
+        if os.fstat(fd).st_size != size:
+            raise ValueError(f"the segment has {os.fstat(fd).st_size} bytes, {slots} slots need {size}")
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._map = mmap.mmap(fd, size, access=access)
+        self._buffer = memoryview(self._map)
+        #: uint64 [slots], strided over the headers.
+        self.generation: NDArray[np.uint64] = np.ndarray((slots,), np.uint64, self._buffer, strides=(layout.stride,))
+        self.views = [SlotView(self._buffer, layout, i * layout.stride) for i in range(slots)]
+
+    @classmethod
+    def create(cls, layout: SlotLayout, slots: int) -> Ring:
+        """A new ring whose memory is reserved, and sealed against any change of its size.
+
+        Raises:
+            OSError: (ENOSPC, ENOMEM) the memory is not to be had.
+        """
+        fd = os.memfd_create("headrace-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            size = layout.stride * slots
+            os.ftruncate(fd, size)
+            # Reserved now: a page first touched in the middle of an epoch would be charged then, or kill us then.
+            os.posix_fallocate(fd, 0, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return cls(fd, layout, slots, writable=True)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, layout: SlotLayout, slots: int, *, writable: bool = False) -> Ring:
+        """Map a ring whose descriptor was received; the ring owns the descriptor from then on."""
+        return cls(fd, layout, slots, writable=writable)
+
+    def read_only_fd(self) -> int:
+        """A new descriptor of the same segment that cannot be mapped for writing."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Unmap and close. Any view still held keeps the mapping alive until it is dropped. May be called twice."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.views = []
+        del self.generation
+        del self._buffer
+        del self._map

@@ -1,0 +1,1 @@
+"""What a picture is: the description of a stream, its listing, order, draws, transforms and backends."""

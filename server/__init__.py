@@ -1,0 +1,1 @@
+"""Who hands pictures out: the daemon, its cache and sessions, and the command line."""

@@ -1,0 +1,1 @@
+"""Who computes a picture: worker processes and their supervisor."""
