@@ -1,0 +1,100 @@
+"""Every test runs in a folder of its own and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import leaks
+import photos as samples
+import pytest
+
+ROOT = Path(__file__).parents[1]
+_FOLDERS = {"HOME": "home", "TMPDIR": "tmp", "XDG_CACHE_HOME": "cache", "XDG_RUNTIME_DIR": "run"}
+
+
+def _warm_up() -> None:
+    """Starts what a library starts once per process and keeps for good, so that no test is blamed for it."""
+    try:
+        import torch
+    except ImportError:
+        return
+    # Large enough to be shared among the threads of the pool.
+    torch.ones(1 << 20).add_(1).sum().item()
+
+
+def _enter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for variable, name in _FOLDERS.items():
+        (folder / name).mkdir(mode=0o700)
+        monkeypatch.setenv(variable, str(folder / name))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # or the answer from before is remembered
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of fixtures that live longer than a test; short, because paths of Unix sockets must be."""
+    tmp_path_factory.getbasetemp()  # settled before the temporary directory moves
+    folder = Path(tempfile.mkdtemp(prefix="hr-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv(leaks.TOKEN, uuid.uuid4().hex)
+        _enter(folder, monkeypatch)
+        _warm_up()
+        yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def home(session_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A short folder of the test's own, to which HOME, TMPDIR and the XDG variables point."""
+    folder = Path(tempfile.mkdtemp(prefix="hr-", dir="/tmp"))
+    try:
+        yield _enter(folder, monkeypatch)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(home: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves threads, processes, descriptors, mappings or socket files behind."""
+    before = leaks.take()
+    yield
+    lines = leaks.settled(before)
+    leaks.kill(before)
+    if request.node.get_closest_marker("kills") is None:
+        lines += [f"socket file {path}" for path in home.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
+    if lines:
+        pytest.fail("the test leaves behind:\n  " + "\n  ".join(lines), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def photos(session_home: Path) -> Path:
+    """48 small JPEGs in three classes."""
+    return samples.make(session_home / "photos")
+
+
+@pytest.fixture
+def many(photos: Path, home: Path) -> Callable[[int], Path]:
+    """`many(n)`: a class folder tree of n entries, hard links of `photos`."""
+    made = 0
+
+    def make(count: int) -> Path:
+        nonlocal made
+        made += 1
+        return samples.links(photos, home / f"many-{made}", count)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def extra_samples() -> Path:
+    """The folder with the optional larger sample sets `photos/` and `hard/`; the test is skipped without it."""
+    folder = Path(os.environ.get("HEADRACE_SAMPLES", ROOT.parent / "shared"))
+    if not (folder / "photos").is_dir():
+        pytest.skip("no extra samples: HEADRACE_SAMPLES names no folder that has photos/")
+    return folder.resolve()
