@@ -1,0 +1,62 @@
+"""The ledger: samples convicted of killing the workers that rendered them, with the reason, beside the index.
+
+A conviction is part of what a picture is (a reject, always), so it must outlive the daemon. It holds for a file of
+that path, size and mtime; a file that was replaced since is innocent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.pipeline.index import Index
+
+log = logging.getLogger(__name__)
+
+
+class Ledger:
+    """
+    Args:
+        index: whose samples it judges. One that lies only in memory has a ledger only in memory.
+    """
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._file: Path | None = index.file.with_suffix(".ledger") if index.file else None
+        self.convicted: dict[int, str] = dict(self._read())
+
+    def convict(self, index: int, reason: str) -> None:
+        """Add a sample. A ledger that cannot be written is logged; the conviction then holds for this process."""
+        self.convicted[index] = reason
+        if self._file is None:
+            return
+        entry = {**self._identity(index), "reason": reason}
+        try:
+            with self._file.open("a", encoding="ascii") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            log.warning("the ledger %s cannot be written: %s", self._file, error)
+
+    def _read(self) -> Iterator[tuple[int, str]]:
+        if self._file is None or not self._file.exists():
+            return
+        for line in self._file.read_text(encoding="ascii").splitlines():
+            try:
+                entry = json.loads(line)
+                index, reason = int(entry.pop("index")), str(entry.pop("reason"))
+                same = 0 <= index < len(self._index) and entry.items() <= self._identity(index).items()
+            except (ValueError, KeyError, AttributeError, TypeError):
+                log.warning("the ledger %s has a line that is none: %.80s", self._file, line)
+                continue
+            if same:
+                yield index, reason
+
+    def _identity(self, index: int) -> dict[str, int | str]:
+        return {
+            "index": index,
+            "path": self._index.shown(index),
+            "size": int(self._index.sizes[index]),
+            "mtime_ns": int(self._index.mtimes_ns[index]),
+        }

@@ -1,0 +1,189 @@
+"""Who gets which chunk, and what is computed next, for one stream. Plain state: no sockets, no clock.
+
+A session's request is *pending* until its chunk is delivered, which is a lease, which ends with its release.
+
+Windows. With `spare` = slots less the chunks that can be in flight at the workers, each session may hold
+max(1, spare // sessions) leases: a reader that has stopped in the middle of a copy keeps those slots, and as long as
+there are no more sessions than spare slots the workers still have somewhere to write. A session that holds its share
+gets no further delivery and causes no further computation until it releases one.
+
+Order. Sessions take turns, each with its oldest request; a chunk asked for by several is computed once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+
+from headrace.protocol import RowReject
+from headrace.server.cache import Address, Cache, History, Slot, State
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One reader of the stream.
+
+    Attributes:
+        pending: request → address, oldest first.
+        leases: request → slot.
+        hits, waited: requests that found their chunk ready, and those that did not.
+    """
+
+    name: str
+    pending: OrderedDict[int, Address] = field(default_factory=OrderedDict)
+    leases: dict[int, Slot] = field(default_factory=dict)
+    hits: int = 0
+    waited: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    session: Session
+    request: int
+    slot: Slot
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the stream was opened; `computed` includes `recomputed`."""
+
+    computed: int = 0
+    recomputed: int = 0
+    delivered: int = 0
+    failed: int = 0
+
+
+class Desk:
+    """
+    Args:
+        slots: of the ring.
+        in_flight: chunks that can be at the workers at once.
+        chunks: of an epoch.
+
+    Raises:
+        ValueError: fewer than `in_flight + 1` slots.
+    """
+
+    def __init__(self, slots: int, in_flight: int, chunks: int) -> None:
+        if slots < in_flight + 1:
+            raise ValueError(f"{slots} slots; {in_flight} chunks in flight need at least {in_flight + 1}")
+        self.cache = Cache(slots, wanted=lambda address: self._wanted[address] > 0)
+        self.counters = Counters()
+        self._in_flight = in_flight
+        self._spare = slots - in_flight
+        self._history = History(chunks)
+        self._sessions: OrderedDict[Session, None] = OrderedDict()  # whose turn it is comes first
+        self._wanted: Counter[Address] = Counter()
+
+    @property
+    def sessions(self) -> list[Session]:
+        return list(self._sessions)
+
+    @property
+    def share(self) -> int:
+        """Leases that each session may hold now."""
+        return max(1, self._spare // max(1, len(self._sessions)))
+
+    @property
+    def window(self) -> int:
+        """Requests that a session is told to keep outstanding: its leases, and enough to keep the workers busy."""
+        return self.share + self._in_flight
+
+    def join(self, session: Session) -> None:
+        self._sessions[session] = None
+
+    def leave(self, session: Session) -> None:
+        """The session's end is proved: its reader is dead or has closed the mapping."""
+        for request in list(session.leases):
+            self.release(session, request)
+        self.cancel(session)
+        del self._sessions[session]
+
+    def get(self, session: Session, request: int, address: Address) -> None:
+        """Note a request.
+
+        Raises:
+            ValueError: the number is in use.
+        """
+        if request in session.pending or request in session.leases:
+            raise ValueError(f"request {request} is in use")
+        session.pending[request] = address
+        self._wanted[address] += 1
+        if (slot := self.cache.find(address)) is not None and slot.state is State.READY:
+            session.hits += 1
+        else:
+            session.waited += 1
+
+    def cancel(self, session: Session, request: int | None = None) -> None:
+        """Forget pending requests up to and including this one (None: all)."""
+        for number in [n for n in session.pending if request is None or n <= request]:
+            self._done(session, number)
+
+    def release(self, session: Session, request: int) -> None:
+        """The reader is done with a delivery. An unknown number is ignored: the session may have been reset."""
+        if (slot := session.leases.pop(request, None)) is not None:
+            self.cache.release(slot, (session, request))
+
+    def deliveries(self) -> list[Delivery]:
+        """Lease every ready chunk that somebody waits for and may hold."""
+        found = []
+        for session in self._sessions:
+            for request, address in list(session.pending.items()):
+                if len(session.leases) >= self.share:
+                    break
+                slot = self.cache.find(address)
+                if slot is None or slot.state is not State.READY:
+                    continue
+                self.cache.lease(slot, (session, request))
+                session.leases[request] = slot
+                self._done(session, request)
+                self.counters.delivered += 1
+                found.append(Delivery(session, request, slot))
+        return found
+
+    def next_fill(self) -> Slot | None:
+        """Claim a slot for the chunk that is to be computed next; None if there is none to compute or no room."""
+        for session in list(self._sessions):
+            address = self._next_address(session)
+            if address is None:
+                continue
+            slot = self.cache.claim(address)
+            if slot is not None:
+                self._sessions.move_to_end(session)
+            return slot
+        return None
+
+    def filled(self, slot: Slot, rejects: list[RowReject], render_id: str) -> None:
+        """A worker has answered."""
+        assert slot.address is not None
+        recomputed = self._history.add(slot.address)
+        self.counters.computed += 1
+        self.counters.recomputed += recomputed
+        self.cache.fill(slot, rejects, render_id, cold=recomputed)
+
+    def failed(self, slot: Slot) -> list[tuple[Session, int]]:
+        """The chunk cannot be had; whom to tell. The slot's writer is done."""
+        address = slot.address
+        self.cache.free(slot)
+        told = [(s, n) for s in self._sessions for n, a in list(s.pending.items()) if a == address]
+        for session, request in told:
+            self._done(session, request)
+        self.counters.failed += 1
+        return told
+
+    def _next_address(self, session: Session) -> Address | None:
+        if len(session.leases) >= self.share:
+            return None
+        under_way = 0
+        for address in session.pending.values():
+            if self.cache.find(address) is not None:
+                under_way += 1
+            elif under_way + len(session.leases) < self.window:
+                return address
+        return None
+
+    def _done(self, session: Session, request: int) -> None:
+        address = session.pending.pop(request)
+        self._wanted[address] -= 1
+        if not self._wanted[address]:
+            del self._wanted[address]

@@ -1,0 +1,128 @@
+"""A stream at the daemon: closed until somebody asks for it, then listed by an indexer, then open with a ring."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from headrace.channel import Closed
+from headrace.errors import ProtocolError
+from headrace.pipeline.index import Index
+from headrace.pipeline.ledger import Ledger
+from headrace.pipeline.spec import Config, Stream
+from headrace.protocol import Fingerprints
+from headrace.server import memory
+from headrace.server.desk import Desk
+from headrace.slots import Ring
+from headrace.workers import messages
+from headrace.workers.loop import Loop
+from headrace.workers.messages import Build, BuildFailed, Built, Progress
+from headrace.workers.process import Child
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OpenStream:
+    """What an open stream is made of."""
+
+    index: Index
+    ring: Ring
+    desk: Desk
+    ledger: Ledger
+    fingerprints: Fingerprints
+
+    @property
+    def chunks(self) -> int:
+        return -(-len(self.index) // self.ring.layout.chunk)
+
+    def rows(self, chunk: int) -> int:
+        size = self.ring.layout.chunk
+        return min(size, len(self.index) - chunk * size)
+
+    def close(self) -> None:
+        self.ring.close()
+        self.index.close()
+
+
+def open_stream(config: Config, name: str, index: Index, in_flight: int) -> OpenStream:
+    """Reserve the ring and set up the desk; owns the index from now on.
+
+    Raises:
+        ConfigError: the memory does not suffice, or is not there.
+    """
+    spec = config.streams[name]
+    chunks = -(-len(index) // spec.chunk)
+    need = memory.Need(spec.layout, in_flight, chunks, len(config.streams))
+    count = memory.slots(name, config.memory, need, memory.available_bytes())
+    ring = Ring.create(spec.layout, count)
+    log.info(
+        "stream %s: %d samples in %d chunks; memory for %d chunks (%d MiB)",
+        name, len(index), chunks, count, count * spec.layout.stride >> 20,
+    )  # fmt: skip
+    return OpenStream(
+        index, ring, Desk(count, in_flight, chunks), Ledger(index), spec.fingerprints(index.data_fingerprint)
+    )
+
+
+class Listing:
+    """An indexer at work on one stream.
+
+    Args:
+        loop: calls back when the indexer says something.
+        progress: called with `(done, total)`.
+        done: called once, with the index or with `(kind, text)` of an error.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        spec: Stream,
+        cache_dir: Path,
+        progress: Callable[[int, int], None],
+        done: Callable[[Index | tuple[str, str]], None],
+    ) -> None:
+        self._loop = loop
+        self._progress = progress
+        self._done = done
+        self._child = Child("headrace.workers.indexer", descriptors=1)
+        self._child.channel.post(messages.encode(Build(spec=json.dumps(spec.plain()), cache_dir=str(cache_dir))))
+        loop.watch(self._child.channel, self._heard)
+
+    def _heard(self) -> None:
+        try:
+            frames = self._child.channel.receive()
+        except (Closed, ProtocolError):
+            self._finish(("DatasetError", "the indexer has ended without a result; see the log"))
+            return
+        for frame, fds in frames:
+            try:
+                message = messages.from_indexer.decode(frame)
+            except msgspec.DecodeError as error:
+                self._finish(("DatasetError", f"the indexer sends nonsense: {error}"))
+                return
+            match message:
+                case Progress(done=done, total=total):
+                    self._progress(done, total)
+                case Built(file=file):
+                    self._finish(Index.map(fds[0], None if file is None else Path(file)))
+                    return
+                case BuildFailed(kind=kind, text=text):
+                    self._finish((kind, text))
+                    return
+
+    def _finish(self, result: Index | tuple[str, str]) -> None:
+        self.stop()
+        self._done(result)
+
+    def stop(self) -> None:
+        """End the indexer, whatever it is doing."""
+        self._loop.unwatch(self._child.channel)
+        self._child.kill()
+        self._child.reap(timeout=10.0)
+        self._child.close()

@@ -1,0 +1,258 @@
+"""Who gets which chunk, what is computed next; also by a state machine that plays all parties."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace.server.cache import Slot, State
+from headrace.server.desk import Delivery, Desk, Session
+
+CHUNKS = 12
+
+
+def desk(slots: int = 4, in_flight: int = 2) -> Desk:
+    return Desk(slots, in_flight, CHUNKS)
+
+
+def join(at: Desk, name: str) -> Session:
+    session = Session(name)
+    at.join(session)
+    return session
+
+
+def compute(at: Desk) -> tuple[int, int] | None:
+    slot = at.next_fill()
+    if slot is None:
+        return None
+    address = slot.address
+    at.filled(slot, [], "fake")
+    return address
+
+
+def test_fewer_slots_than_one_more_than_in_flight_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 3"):
+        Desk(2, 2, CHUNKS)
+
+
+def test_a_chunk_that_several_ask_for_is_computed_once() -> None:
+    at = desk()
+    sessions = [join(at, str(i)) for i in range(3)]
+    for session in sessions:
+        at.get(session, 1, (0, 7))
+    assert compute(at) == (0, 7)
+    assert {d.session for d in at.deliveries()} == set(sessions)
+    assert compute(at) is None and at.counters.computed == 1
+
+
+def test_sessions_take_turns_each_with_its_oldest_request() -> None:
+    at = desk(slots=12)
+    a, b = join(at, "a"), join(at, "b")
+    for n, k in enumerate((0, 1, 2)):
+        at.get(a, n, (0, k))
+    at.get(b, 0, (0, 9))
+    assert [compute(at) for _ in range(4)] == [(0, 0), (0, 9), (0, 1), (0, 2)]
+
+
+def test_a_session_holds_at_most_its_share_and_the_rest_is_delivered_when_it_releases() -> None:
+    at = desk(slots=4, in_flight=2)
+    a, b = join(at, "a"), join(at, "b")
+    assert at.share == 1
+    at.get(a, 1, (0, 0))
+    at.get(a, 2, (0, 1))
+    compute(at), compute(at)
+    assert [d.request for d in at.deliveries()] == [1]
+    assert at.deliveries() == []
+    at.release(a, 1)
+    assert [d.request for d in at.deliveries()] == [2]
+    at.leave(b)
+    assert at.share == 2
+
+
+def test_a_reader_that_stopped_causes_no_more_work_and_blocks_nobody() -> None:
+    at = desk(slots=4, in_flight=2)
+    stopped, live = join(at, "stopped"), join(at, "live")
+    for k in range(4):
+        at.get(stopped, k, (0, k))
+    compute(at)
+    assert [d.session for d in at.deliveries()] == [stopped]
+    for k in range(4, CHUNKS):
+        at.get(live, k, (0, k))
+        assert compute(at) == (0, k)
+        [delivery] = at.deliveries()
+        assert delivery.session is live
+        at.release(live, k)
+    assert at.next_fill() is None
+
+
+def test_what_a_dead_session_held_is_free_and_what_it_wanted_is_forgotten() -> None:
+    at = desk(slots=3, in_flight=2)
+    dead = join(at, "dead")
+    at.get(dead, 1, (0, 0))
+    at.get(dead, 2, (0, 1))
+    compute(at)
+    at.deliveries()
+    at.leave(dead)
+    assert at.next_fill() is None
+    other = join(at, "other")
+    at.get(other, 1, (0, 5))
+    assert compute(at) == (0, 5)
+
+
+def test_a_cancelled_request_is_not_computed_and_a_delivered_one_must_still_be_released() -> None:
+    at = desk()
+    a = join(at, "a")
+    at.get(a, 1, (0, 0))
+    compute(at)
+    [delivery] = at.deliveries()
+    at.get(a, 2, (0, 1))
+    at.cancel(a, 2)
+    assert at.next_fill() is None and delivery.slot.leases
+    at.release(a, 1)
+    assert not delivery.slot.leases
+
+
+def test_a_failed_chunk_is_told_to_all_that_wait_for_it_and_is_tried_again_when_asked_again() -> None:
+    at = desk()
+    a, b = join(at, "a"), join(at, "b")
+    at.get(a, 1, (0, 0))
+    at.get(b, 7, (0, 0))
+    slot = at.next_fill()
+    assert slot is not None
+    assert sorted((s.name, n) for s, n in at.failed(slot)) == [("a", 1), ("b", 7)]
+    assert at.next_fill() is None
+    at.get(a, 2, (0, 0))
+    assert compute(at) == (0, 0)
+
+
+def test_a_request_number_in_use_is_refused() -> None:
+    at = desk()
+    a = join(at, "a")
+    at.get(a, 1, (0, 0))
+    with pytest.raises(ValueError, match="in use"):
+        at.get(a, 1, (0, 1))
+
+
+def test_a_chunk_computed_twice_is_counted_as_recomputed() -> None:
+    at = desk(slots=3, in_flight=2)
+    a = join(at, "a")
+    for n, k in enumerate((0, 1, 2, 3, 0)):
+        at.get(a, n, (0, k))
+        compute(at)
+        at.deliveries()
+        at.release(a, n)
+    assert (at.counters.computed, at.counters.recomputed) == (5, 1)
+
+
+class Parties(RuleBasedStateMachine):
+    """Readers, workers and deaths in any order; every slot's content is checked from lease to release."""
+
+    @initialize(slots=st.integers(2, 6), in_flight=st.integers(1, 3))
+    def begin(self, slots: int, in_flight: int) -> None:
+        self.in_flight = in_flight
+        self.desk = Desk(max(slots, in_flight + 1), in_flight, CHUNKS)
+        self.live: list[Session] = []
+        self.reading: list[tuple[Delivery, tuple[int, int]]] = []
+        self.writing: list[Slot] = []
+        self.asked: dict[tuple[Session, int], tuple[int, int]] = {}
+        self.content: dict[int, tuple[int, int]] = {}
+        self.number = 0
+
+    @rule()
+    def join(self) -> None:
+        if len(self.live) < 4:
+            self.live.append(join(self.desk, f"s{self.number}"))
+            self.number += 1
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), epoch=st.integers(0, 1), chunk=st.integers(0, CHUNKS - 1))
+    def ask(self, data: st.DataObject, epoch: int, chunk: int) -> None:
+        session = data.draw(st.sampled_from(self.live))
+        self.number += 1
+        self.desk.get(session, self.number, (epoch, chunk))
+        self.asked[session, self.number] = (epoch, chunk)
+
+    @rule()
+    def deliver(self) -> None:
+        for delivery in self.desk.deliveries():
+            address = self.asked.pop((delivery.session, delivery.request))
+            assert delivery.slot.address == address == self.content[delivery.slot.number]
+            assert len(delivery.session.leases) <= self.desk.share
+            self.reading.append((delivery, address))
+
+    @rule()
+    def work(self) -> None:
+        if len(self.writing) >= self.in_flight:
+            return
+        slot = self.desk.next_fill()
+        if slot is None:
+            return
+        assert not slot.leases and slot.state is State.FILLING
+        assert slot.number not in {d.slot.number for d, _ in self.reading}
+        assert slot.number not in {s.number for s in self.writing}
+        self.content.pop(slot.number, None)
+        self.writing.append(slot)
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), good=st.booleans())
+    def answer(self, data: st.DataObject, good: bool) -> None:
+        slot = self.writing.pop(data.draw(st.integers(0, len(self.writing) - 1)))
+        assert slot.address is not None
+        if good:
+            self.content[slot.number] = slot.address
+            self.desk.filled(slot, [], "fake")
+        else:
+            for told in self.desk.failed(slot):
+                assert self.asked.pop(told)
+
+    @precondition(lambda self: self.reading)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        delivery, address = self.reading.pop(data.draw(st.integers(0, len(self.reading) - 1)))
+        assert self.content[delivery.slot.number] == address  # nobody wrote while it was read
+        self.desk.release(delivery.session, delivery.request)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(self.live))
+        self.desk.cancel(session)
+        self.asked = {k: v for k, v in self.asked.items() if k[0] is not session}
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        session = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.desk.leave(session)
+        self.reading = [r for r in self.reading if r[0].session is not session]
+        self.asked = {k: v for k, v in self.asked.items() if k[0] is not session}
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def everybody_keeps_going(self) -> None:
+        """While all read and answer, everything asked for arrives in a bounded number of rounds."""
+        for _ in range(4 * (len(self.asked) + 1)):
+            while self.reading:
+                delivery, _ = self.reading.pop()
+                self.desk.release(delivery.session, delivery.request)
+            self.deliver()
+            self.work()
+            while self.writing:
+                slot = self.writing.pop()
+                assert slot.address is not None
+                self.content[slot.number] = slot.address
+                self.desk.filled(slot, [], "fake")
+            self.deliver()
+        assert not self.asked
+
+    @invariant()
+    def what_is_wanted_is_what_is_pending(self) -> None:
+        if hasattr(self, "desk"):
+            pending = {(s, n): a for s in self.desk.sessions for n, a in s.pending.items()}
+            assert pending == self.asked
+
+
+TestParties = Parties.TestCase
+TestParties.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

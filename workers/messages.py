@@ -1,0 +1,122 @@
+"""What daemon, workers and indexer say to each other over their socket pairs: MessagePack, typed, no version.
+
+Both ends are always the same installation, so unlike `headrace.protocol` this carries no version.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from headrace.protocol import RowReject
+
+
+class _Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
+    pass
+
+
+# -- daemon to worker ---------------------------------------------------------------------------------------
+
+
+class Open(_Message, frozen=True, tag=True):
+    """A stream that tasks may name from now on. The ring's and the index's descriptors come with the frame.
+
+    Attributes:
+        stream: its number at this daemon.
+        spec: `Stream.plain()` as JSON.
+        slots: of the ring; its layout follows from the spec.
+        convicted: sample index → why it is not rendered (the ledger).
+    """
+
+    stream: int
+    spec: str
+    slots: int
+    convicted: dict[int, str]
+
+
+class Convict(_Message, frozen=True, tag=True):
+    """One more sample that is not to be rendered."""
+
+    stream: int
+    index: int
+    reason: str
+
+
+class Render(_Message, frozen=True, tag=True):
+    """Fill `rows` of the chunk into the slot; answered by `Rendered` or `RenderFailed`."""
+
+    stream: int
+    epoch: int
+    chunk: int
+    slot: int
+    rows: tuple[int, ...]
+
+
+# -- worker to daemon ---------------------------------------------------------------------------------------
+
+
+class Ready(_Message, frozen=True, tag=True):
+    """The worker has started and takes tasks."""
+
+    render_id: str
+
+
+class Rendered(_Message, frozen=True, tag=True):
+    """The rows are in the slot. `seconds` per stage, `nbytes` read."""
+
+    rejects: list[RowReject]
+    seconds: dict[str, float]
+    nbytes: int
+
+
+class RenderFailed(_Message, frozen=True, tag=True):
+    """Samples could not be read, after retries; nothing is said about the chunk's other rows."""
+
+    kind: str
+    text: str
+
+
+# -- daemon and indexer -------------------------------------------------------------------------------------
+
+
+class Build(_Message, frozen=True, tag=True):
+    """List the data set of `spec` (`Stream.plain()` as JSON), or open the cached list."""
+
+    spec: str
+    cache_dir: str
+
+
+class Progress(_Message, frozen=True, tag=True):
+    """`total` is 0 while it is unknown."""
+
+    done: int
+    total: int
+
+
+class Built(_Message, frozen=True, tag=True):
+    """The index's descriptor comes with the frame; `file` is where it lies, None if only in memory."""
+
+    file: str | None
+
+
+class BuildFailed(_Message, frozen=True, tag=True):
+    kind: str
+    text: str
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+#: Union decoders, one per receiver.
+to_worker: msgspec.msgpack.Decoder[Open | Convict | Render] = msgspec.msgpack.Decoder(Open | Convict | Render)
+from_worker: msgspec.msgpack.Decoder[Ready | Rendered | RenderFailed] = msgspec.msgpack.Decoder(
+    Ready | Rendered | RenderFailed
+)
+to_indexer: msgspec.msgpack.Decoder[Build] = msgspec.msgpack.Decoder(Build)
+from_indexer: msgspec.msgpack.Decoder[Progress | Built | BuildFailed] = msgspec.msgpack.Decoder(
+    Progress | Built | BuildFailed
+)
+
+
+def encode(message: Any) -> bytes:
+    return _encoder.encode(message)

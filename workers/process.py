@@ -1,0 +1,60 @@
+"""A child process at the other end of a socket pair: how workers and indexers are started, watched and ended.
+
+Started with `subprocess` and `-m`, never `multiprocessing`: nothing is pickled, the user's script is not imported
+again, no helper process stays behind. The child has its own session, so a terminal's signals miss it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+from headrace.channel import Channel
+
+
+class Child:
+    """
+    Args:
+        module: run as `python -m module FD ARG...`, FD being its end of the socket pair.
+        descriptors: how many descriptors one of its frames may bring.
+    """
+
+    def __init__(self, module: str, *args: str, descriptors: int = 0) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno()), *args],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.channel = Channel(ours, descriptors=descriptors)
+        #: Becomes readable when the process has ended: its end is proved, not guessed.
+        self.pidfd = os.pidfd_open(self._process.pid)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def reap(self, timeout: float = 0.0) -> int | None:
+        """The exit status if the process has ended within `timeout` seconds, else None.
+
+        Descriptors stay open until `close`.
+        """
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        """Close this end; the child sees the end of its channel. May be called twice."""
+        self.channel.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1

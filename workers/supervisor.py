@@ -1,0 +1,360 @@
+"""Starts, feeds, watches and replaces the worker processes.
+
+A chunk that is given to a worker comes back as `Finished` or `Failed`, whatever happens to the worker: when one dies,
+the supervisor waits until it is reaped (only then is its slot certainly not written any more), starts another, and
+gives the chunk again as its `Fill` says. A worker that makes no progress within a chunk is killed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from headrace.channel import Closed
+from headrace.errors import ProtocolError
+from headrace.pipeline.index import Index
+from headrace.pipeline.spec import Stream
+from headrace.protocol import RowReject
+from headrace.slots import Ring, Status
+from headrace.workers import messages
+from headrace.workers.fill import Fill, GaveUp
+from headrace.workers.loop import Loop
+from headrace.workers.messages import Convict, Open, Ready, Render, Rendered, RenderFailed
+from headrace.workers.process import Child
+
+log = logging.getLogger(__name__)
+
+#: Seconds without a finished row after which a worker counts as hung. A row is one picture: reading and decoding the
+#: largest that the default limits let through takes a few seconds.
+HANG_TIMEOUT = 20.0
+#: Workers that end before they are ready, in a row, after which there is no point in waiting for the next.
+_STARTS = 3
+_BACKOFF = (0.0, 0.2, 1.0, 5.0)
+#: Seconds that workers get to end by themselves when the daemon stops.
+_GRACE = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """A chunk that is to be rendered into a slot.
+
+    Attributes:
+        stream: the stream's number.
+        rows: how many rows the chunk has.
+    """
+
+    stream: int
+    epoch: int
+    chunk: int
+    slot: int
+    rows: int
+    fill: Fill = field(init=False)
+    part: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.fill = Fill(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The chunk is in its slot."""
+
+    job: Job
+    rejects: list[RowReject]
+    render_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The chunk cannot be had, and nobody writes to its slot any more."""
+
+    job: Job
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Convicted:
+    """A sample has killed workers; it is rejected from now on."""
+
+    stream: int
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A worker is ready: its kind of pictures."""
+
+    render_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """Workers end before they are ready, again and again."""
+
+    text: str
+
+
+Report = Finished | Failed | Convicted | Started | Broken
+
+
+@dataclass(slots=True)
+class _Stream:
+    spec: Stream
+    ring: Ring
+    index: Index
+    convicted: dict[int, str]
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    child: Child
+    render_id: str | None = None  # None: not ready yet
+    job: Job | None = None
+    seen: bytes = b""  # the statuses of the job's rows when they last changed,
+    moved: float = 0.0  # and when that was
+
+
+class Supervisor:
+    """
+    Args:
+        loop: calls back when a worker answers or ends.
+        count: how many workers.
+        backend: their renderer, a name of `headrace.pipeline.backend`.
+        report: called with everything that happens.
+        hang_timeout: seconds.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        count: int,
+        backend: str,
+        report: Callable[[Report], None],
+        *,
+        hang_timeout: float = HANG_TIMEOUT,
+    ) -> None:
+        self.count = count
+        self.seconds: dict[str, float] = {}
+        self.nbytes = 0
+        self.deaths = 0
+        self._loop = loop
+        self._backend = backend
+        self._report = report
+        self._hang_timeout = hang_timeout
+        self._streams: dict[int, _Stream] = {}
+        self._workers: list[_Worker] = []
+        self._again: deque[Job] = deque()
+        self._failed_starts = 0
+        self._next_start = 0.0
+        self._stopping = False
+
+    # -- for the service ------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Chunks that can be at the workers at once."""
+        return self.count
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.child.pid for worker in self._workers]
+
+    @property
+    def idle(self) -> bool:
+        """Whether `submit` would give the job to a worker at once."""
+        return not self._again and any(w.render_id is not None and w.job is None for w in self._workers)
+
+    @property
+    def busy(self) -> int:
+        """Chunks under way, those waiting for another worker included."""
+        return len(self._again) + sum(worker.job is not None for worker in self._workers)
+
+    def start(self) -> None:
+        while len(self._workers) < self.count:
+            self._start_one()
+
+    def open_stream(self, number: int, spec: Stream, ring: Ring, index: Index, convicted: Mapping[int, str]) -> None:
+        """Make a stream known to all workers, also those to come. Ring and index stay the caller's."""
+        self._streams[number] = _Stream(spec, ring, index, dict(convicted))
+        for worker in self._workers:
+            self._tell_stream(worker, number)
+
+    def submit(self, job: Job) -> None:
+        """Render it; it comes back in a report."""
+        self._again.append(job)
+        self._feed()
+
+    def tick(self) -> None:
+        """What only time brings: replacements that were put off, and workers that hang. Call about once a second."""
+        now = time.monotonic()
+        if not self._stopping and len(self._workers) < self.count and now >= self._next_start:
+            self._start_one()
+        for worker in self._workers:
+            if worker.job is None:
+                continue
+            statuses = self._streams[worker.job.stream].ring.views[worker.job.slot].status.tobytes()
+            if statuses != worker.seen:
+                worker.seen, worker.moved = statuses, now
+            elif now - worker.moved > self._hang_timeout:
+                log.error("worker %d has finished no picture for %.0f s: killed", worker.child.pid, self._hang_timeout)
+                worker.child.kill()
+                worker.moved = now
+
+    def stop(self, *, force: bool = False) -> None:
+        """End all workers: by closing their channels, after a grace period by SIGKILL. None is left."""
+        self._stopping = True
+        for worker in self._workers:
+            self._unwatch(worker)
+            worker.child.channel.close()
+            if force:
+                worker.child.kill()
+        deadline = time.monotonic() + _GRACE
+        for worker in self._workers:
+            if worker.child.reap(max(0.0, deadline - time.monotonic())) is None:
+                worker.child.kill()
+                worker.child.reap(timeout=10.0)
+            worker.child.close()
+        self._workers.clear()
+
+    # -- one worker -----------------------------------------------------------------------------------------
+
+    def _start_one(self) -> None:
+        worker = _Worker(Child("headrace.workers.worker", self._backend))
+        self._workers.append(worker)
+        self._loop.watch(worker.child.channel, lambda: self._heard(worker))
+        self._loop.watch(worker.child.pidfd, lambda: self._ended(worker))
+        for number in self._streams:
+            self._tell_stream(worker, number)
+
+    def _tell_stream(self, worker: _Worker, number: int) -> None:
+        at = self._streams[number]
+        message = Open(stream=number, spec=json.dumps(at.spec.plain()), slots=at.ring.slots, convicted=at.convicted)
+        self._tell(worker, message, at.ring.fd, at.index.fd)
+
+    def _tell(self, worker: _Worker, message: Open | Convict | Render, *fds: int) -> None:
+        try:
+            worker.child.channel.post(messages.encode(message), fds)
+        except Closed:
+            return  # its pidfd says the rest
+        self._watch_channel(worker)
+
+    def _watch_channel(self, worker: _Worker) -> None:
+        channel = worker.child.channel
+        self._loop.watch(channel, lambda: self._heard(worker), write=channel.pending)
+
+    def _heard(self, worker: _Worker) -> None:
+        channel = worker.child.channel
+        try:
+            channel.flush()
+            self._watch_channel(worker)
+            for frame, _ in channel.receive():
+                self._answered(worker, messages.from_worker.decode(frame))
+        except (Closed, ProtocolError, msgspec.DecodeError) as error:
+            # It may have closed its end and live on, or have lost its mind; its slot is free only when it is gone.
+            if not isinstance(error, Closed):
+                log.error("worker %d sends nonsense: killed: %s", worker.child.pid, error)
+            self._loop.unwatch(channel)
+            worker.child.kill()
+            return
+        self._feed()
+
+    def _answered(self, worker: _Worker, message: Ready | Rendered | RenderFailed) -> None:
+        if isinstance(message, Ready):
+            worker.render_id = message.render_id
+            self._failed_starts = 0
+            self._report(Started(message.render_id))
+            return
+        job, worker.job = worker.job, None
+        assert job is not None and worker.render_id is not None
+        if isinstance(message, RenderFailed):
+            self._report(Failed(job, message.kind, message.text))
+            return
+        for stage, seconds in message.seconds.items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        self.nbytes += message.nbytes
+        job.fill.rendered(job.part, message.rejects)
+        if job.fill.done:
+            rejects = sorted(job.fill.rejects, key=lambda reject: reject.row)
+            self._report(Finished(job, rejects, worker.render_id))
+        else:
+            self._again.appendleft(job)
+
+    def _ended(self, worker: _Worker) -> None:
+        status = worker.child.reap()
+        if status is None:
+            return
+        with contextlib.suppress(Closed, ProtocolError, msgspec.DecodeError):
+            for frame, _ in worker.child.channel.receive():  # it may have answered before it ended
+                self._answered(worker, messages.from_worker.decode(frame))
+        self._unwatch(worker)
+        worker.child.close()
+        self._workers.remove(worker)
+        self.deaths += 1
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        log.warning("worker %d ended by %s%s", worker.child.pid, how, "" if worker.job is None else ", at work")
+        if worker.render_id is None:
+            self._failed_starts += 1
+        if worker.job is not None:
+            self._take_back(worker.job, how)
+        delay = _BACKOFF[min(self._failed_starts, len(_BACKOFF) - 1)]
+        self._next_start = time.monotonic() + delay
+        if self._failed_starts >= _STARTS:
+            self._give_up(f"workers end before they are ready ({how}, {self._failed_starts} times); see the log")
+        if not delay:
+            self._start_one()
+        self._feed()
+
+    def _take_back(self, job: Job, how: str) -> None:
+        at = self._streams[job.stream]
+        view = at.ring.views[job.slot]
+        begun = np.flatnonzero(view.status[: job.rows] == Status.RENDERING).tolist()
+        try:
+            row = job.fill.died(job.part, begun)
+        except GaveUp as error:
+            self._report(Failed(job, "HeadraceError", f"chunk {job.chunk} of epoch {job.epoch}: {error} ({how})"))
+            return
+        if row is not None:
+            index = int(view.indices[row])
+            reason = f"a worker that rendered only this picture died of it, twice ({how})"
+            at.convicted[index] = reason
+            for worker in self._workers:
+                self._tell(worker, Convict(stream=job.stream, index=index, reason=reason))
+            self._report(Convicted(job.stream, index, reason))
+        self._again.appendleft(job)
+
+    def _give_up(self, text: str) -> None:
+        log.error("%s", text)
+        while self._again:
+            self._report(Failed(self._again.popleft(), "HeadraceError", text))
+        self._report(Broken(text))
+
+    def _feed(self) -> None:
+        for worker in self._workers:
+            if not self._again:
+                return
+            if worker.render_id is None or worker.job is not None:
+                continue
+            job = self._again.popleft()
+            job.part = job.fill.part()
+            status = self._streams[job.stream].ring.views[job.slot].status
+            # What an earlier writer left there must not be taken for this one's progress.
+            status[list(job.part)] = Status.PENDING
+            worker.job, worker.seen, worker.moved = job, status.tobytes(), time.monotonic()
+            self._tell(
+                worker,
+                Render(stream=job.stream, epoch=job.epoch, chunk=job.chunk, slot=job.slot, rows=job.part),
+            )
+
+    def _unwatch(self, worker: _Worker) -> None:
+        self._loop.unwatch(worker.child.channel)
+        self._loop.unwatch(worker.child.pidfd)
