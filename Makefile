@@ -1,0 +1,56 @@
+# Each target sets up what it needs in .venv; on a fresh machine nothing else has to be done before.
+# Another interpreter: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+# The warning says not to remove build/, which the targets here lay again when it is gone.
+PIP := PYTHONWARNINGS='ignore:Editable installation' .venv/bin/pip
+# Links to the sources, one a file: type checker and import linter cannot see through the default editable install.
+EDITABLE := --no-build-isolation --config-settings editable_mode=strict --editable
+SOURCES := $(sort $(wildcard $(addsuffix /*.py,client pipeline workers server)))
+
+.PHONY: demo test check soak clean env-demo env-dev
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+demo: env-demo
+	.venv/bin/headrace demo
+
+test: env-dev
+	.venv/bin/pytest
+
+check: env-dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+soak: env-dev
+	.venv/bin/pytest -m soak -o faulthandler_timeout=0
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage*
+
+# -- the virtual environment -----------------------------------------------------------------------------------
+
+# A source file that came or went needs its link; nothing is resolved or downloaded for that.
+env-demo env-dev: env-%: .venv/%.stamp
+	@echo "$(SOURCES)" | cmp -s - build/linked 2>/dev/null || { $(PIP) install --quiet --no-deps $(EDITABLE) . && echo "$(SOURCES)" >build/linked; }
+
+.venv/demo.stamp: .venv/pip.stamp pyproject.toml
+	@echo "Installing Headrace with what the demo needs (a few minutes the first time)"
+	$(PIP) install --quiet --constraint constraints.txt $(EDITABLE) '.[demo]'
+	@echo "$(SOURCES)" >build/linked
+	@touch $@
+
+.venv/dev.stamp: .venv/pip.stamp pyproject.toml
+	@echo "Installing Headrace with its development tools (a few minutes the first time)"
+	$(PIP) install --quiet --constraint constraints.txt $(EDITABLE) '.[dev]'
+	@echo "$(SOURCES)" >build/linked
+	@touch .venv/demo.stamp $@
+
+.venv/pip.stamp: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Headrace needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PIP) install --quiet --constraint constraints.txt pip setuptools
+	@touch $@
