@@ -2,9 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+# Each registers its format; the formats beside them stay unloaded.
+from PIL import (  # noqa: F401
+    AvifImagePlugin,
+    BmpImagePlugin,
+    GifImagePlugin,
+    IcoImagePlugin,
+    Image,
+    Jpeg2KImagePlugin,
+    JpegImagePlugin,
+    MpoImagePlugin,
+    PngImagePlugin,
+    PpmImagePlugin,
+    PsdImagePlugin,
+    QoiImagePlugin,
+    TgaImagePlugin,
+    TiffImagePlugin,
+    WebPImagePlugin,
+)
+
+from headrace.pipeline import jpeg, png
+from headrace.pipeline.formats import DECODED, sniff
+
+if TYPE_CHECKING:
+    from headrace.pipeline.spec import Decode
 
 Stage = Literal["read", "probe", "decode", "worker"]
+
+#: Pixels; Pillow's resampling takes its window in 32-bit floating point, which is exact up to here.
+MAX_LENGTH = 1 << 24
+
+_ORIENTATION = 0x0112
 
 
 class BadPicture(Exception):
@@ -19,3 +54,107 @@ class BadPicture(Exception):
         super().__init__(f"{stage}: {reason}")
         self.stage: Stage = stage
         self.reason = reason
+
+
+@dataclass(slots=True)
+class Picture:
+    """An encoded picture that has been looked at. A backend uses it up: render it once.
+
+    Attributes:
+        data: the whole file.
+        format: as Pillow names it, such as "JPEG" or "MPO".
+        height: in pixels, after the orientation.
+        width: likewise.
+        orientation: EXIF's 1 to 8, what is still to be done to `image` once it is loaded.
+        image: opened, not loaded.
+    """
+
+    data: bytes
+    format: str
+    height: int
+    width: int
+    orientation: int
+    image: Image.Image
+
+
+def probe(data: bytes, decode: Decode) -> Picture:
+    """Look at the header of an encoded picture.
+
+    The name of the file plays no part. The orientation is EXIF's, or where there is none, that of XMP; a damaged one
+    counts as 1.
+
+    Raises:
+        BadPicture: (stage "probe") no picture, of a format that is not decoded, damaged, or over a limit.
+    """
+    kind, what = sniff(data)
+    if kind is None:
+        raise BadPicture("probe", _not_decoded(data, what))
+    with pillow_quiet(decode.max_pixels):
+        try:
+            factory, _ = Image.OPEN[kind]
+            image = factory(io.BytesIO(data), b"")
+        except Exception as error:
+            raise BadPicture("probe", _broken(kind, data, error, decode.max_pixels)) from error
+        name = image.format or kind
+        width, height = image.size
+        _check_size(name, width, height, decode.max_pixels)
+        orientation = 1 if kind == "TIFF" else _orientation(image, data)
+    if orientation >= 5:
+        width, height = height, width
+    return Picture(data, name, height, width, orientation, image)
+
+
+@contextmanager
+def pillow_quiet(max_pixels: int) -> Iterator[None]:
+    """Pillow without warnings, and its own limit on pixels out of the way of ours.
+
+    A verdict must not depend on somebody's warning filters, nor on what was warned of before. Both settings are the
+    process's: not for several threads at once.
+    """
+    limit = Image.MAX_IMAGE_PIXELS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Image.MAX_IMAGE_PIXELS = max_pixels  # an error only from twice that on
+        try:
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
+
+
+def _check_size(name: str, width: int, height: int, max_pixels: int) -> None:
+    if width < 1 or height < 1:
+        raise BadPicture("probe", f"{name} of {width}x{height} pixels (width x height): there is nothing to show")
+    if width * height > max_pixels:
+        raise BadPicture(
+            "probe",
+            f"{name} of {width}x{height} pixels (width x height) has {width * height}, "
+            f"over the limit of {max_pixels} (decode: max_pixels)",
+        )
+    if max(width, height) > MAX_LENGTH:
+        raise BadPicture("probe", f"{name} of {width}x{height} pixels: a side is over the limit of {MAX_LENGTH}")
+
+
+def _orientation(image: Image.Image, data: bytes) -> int:
+    try:
+        if image.format == "PNG" and "exif" not in image.info and (exif := png.exif_after_pixels(data)):
+            # Pillow would decode all pixels to get there.
+            image.info["exif"] = exif
+        value = Image.Image.getexif(image).get(_ORIENTATION, 1)
+        return value if isinstance(value, int) and 1 <= value <= 8 else 1
+    except Exception:  # damaged metadata says nothing about the picture
+        return 1
+
+
+def _not_decoded(data: bytes, what: str) -> str:
+    if not data:
+        return "the file is empty"
+    return f"not a picture that is decoded, but {what}. Decoded are {', '.join(DECODED)}"
+
+
+def _broken(kind: str, data: bytes, error: Exception, max_pixels: int) -> str:
+    if isinstance(error, Image.DecompressionBombError):
+        return f"{kind} of more than {2 * max_pixels} pixels, over the limit of {max_pixels} (decode: max_pixels)"
+    if kind == "JPEG" and (why := jpeg.unsupported(data)):
+        return why
+    why = str(error) or type(error).__name__
+    return f"{kind} with a damaged or unsupported header" + ("" if "not identified" in why else f": {why}")

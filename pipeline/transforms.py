@@ -362,6 +362,10 @@ class Params:
     def __len__(self) -> int:
         return len(self.box)
 
+    def take(self, rows: NDArray[np.int64]) -> Params:
+        """Those of some rows, in that order."""
+        return replace(self, box=self.box[rows], mirror_x=self.mirror_x[rows], mirror_y=self.mirror_y[rows])
+
 
 def plan(
     transforms: Sequence[Transform],

@@ -1,0 +1,85 @@
+"""The seam between parameters and pixels: what a backend is, and which there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.pipeline.probe import BadPicture, Picture
+from headrace.pipeline.transforms import Params
+
+
+class Backend(Protocol):
+    """Turns encoded pictures and their parameters into pixels. It draws no random numbers and keeps nothing: the
+    same picture and parameters give the same bytes, whatever was rendered before, as long as `render_id` is the same.
+    """
+
+    @property
+    def render_id(self) -> str:
+        """Everything that the bytes depend on beside the arguments: backend, device class, versions of libraries."""
+
+    def render(
+        self,
+        pictures: Sequence[Picture],
+        params: Params,
+        out: Sequence[NDArray[np.uint8]],
+        begin: Callable[[int], None],
+    ) -> list[BadPicture | None]:
+        """Render `pictures[i]` by row `i` of `params` into `out[i]`.
+
+        Args:
+            pictures: are used up.
+            params: one row per picture.
+            out: uint8 (height, width, 3) each, RGB; whatever stood there is overwritten, of a bad picture with black.
+            begin: called with `i` just before picture `i` is worked on, so that whoever finds the process dead knows
+                whom to suspect.
+
+        Returns:
+            A verdict (stage "decode") per picture, None for a good one. A bad picture never raises.
+        """
+
+    def close(self) -> None:
+        """Give everything back. May be called twice."""
+
+
+def _pillow() -> Backend:
+    from headrace.pipeline.pillow import PillowBackend
+
+    return PillowBackend()
+
+
+def _fake() -> Backend:
+    from headrace.pipeline.fake import FakeBackend
+
+    return FakeBackend()
+
+
+#: Every backend by the name that a configuration uses; a library is imported when its backend is made.
+BACKENDS: dict[str, Callable[[], Backend]] = {"pillow": _pillow, "fake": _fake}
+
+AUTO = "auto"
+
+
+def resolve(name: str) -> str:
+    """The backend that `name` means here: itself, or what "auto" chooses.
+
+    Raises:
+        ValueError: there is no such backend; names those there are.
+    """
+    if name == AUTO:
+        return "pillow"
+    if name not in BACKENDS:
+        raise ValueError(f"backend: {name!r} is not one of {', '.join([AUTO, *BACKENDS])}")
+    return name
+
+
+def make(name: str) -> Backend:
+    """A new backend.
+
+    Raises:
+        ValueError: as `resolve`.
+    """
+    return BACKENDS[resolve(name)]()

@@ -1,0 +1,127 @@
+"""The segments of a JPEG, for what Pillow does not tell."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_ALONE = {0x01, *range(0xD0, 0xDA)}  # markers without a length: TEM, RSTn, SOI, EOI
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+_SOS, _DRI = 0xDA, 0xDD
+_RESTART = re.compile(rb"\xff([\xd0-\xd7])")
+_END_OF_SCAN = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The frame header of a JPEG: which process, how deep, how large.
+
+    Attributes:
+        process: 0 baseline, 1 extended, 2 progressive, 3 lossless, from 9 on arithmetic.
+        precision: bits per sample.
+        height, width: as stored.
+        sampling: (horizontal, vertical) factors of each component.
+    """
+
+    process: int
+    precision: int
+    height: int
+    width: int
+    sampling: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What comes before the first scan's data.
+
+    Attributes:
+        frame: or None if there is none.
+        restart: MCUs between two restart markers, 0 without.
+        scan: components of the first scan.
+        pixels: where its entropy-coded data begin, 0 if there are none.
+    """
+
+    frame: Frame | None
+    restart: int
+    scan: int
+    pixels: int
+
+
+def header(data: bytes) -> Header:
+    """Read the segments up to the first scan."""
+    frame, restart = None, 0
+    for marker, content, end in _segments(data):
+        if marker in _FRAMES and len(content) >= 6:
+            sampling = tuple((v >> 4, v & 15) for v in content[7::3])
+            height, width = int.from_bytes(content[1:3], "big"), int.from_bytes(content[3:5], "big")
+            frame = Frame(marker - 0xC0, content[0], height, width, sampling)
+        elif marker == _DRI and len(content) >= 2:
+            restart = int.from_bytes(content[:2], "big")
+        elif marker == _SOS and content:
+            return Header(frame, restart, content[0], end)
+    return Header(frame, restart, 0, 0)
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:
+    at = 2
+    while (at := data.find(b"\xff", at)) >= 0 and at + 4 <= len(data):
+        marker = data[at + 1]
+        if marker in (0x00, 0xFF) or marker in _ALONE:
+            at += 1 if marker == 0xFF else 2
+            continue
+        length = int.from_bytes(data[at + 2 : at + 4], "big")
+        end = at + 2 + length
+        yield marker, data[at + 4 : end], end
+        at = end
+
+
+def unsupported(data: bytes) -> str | None:
+    """Why a JPEG whose header was refused is not decoded, if the header says so."""
+    frame = header(data).frame
+    if frame is not None and frame.precision != 8:
+        return f"JPEG with {frame.precision}-bit samples, of which only 8-bit ones are decoded"
+    return None
+
+
+def missing_restarts(data: bytes) -> str | None:
+    """What is wrong with the restart markers of a sequential JPEG of one scan, or None. Decoders resynchronise at them
+    and say nothing, so a lost part shifts or repeats the rest of the picture.
+    """
+    head = header(data)
+    frame = head.frame
+    if frame is None or not head.restart or frame.process > 1 or head.scan != len(frame.sampling):
+        return None
+    end = _END_OF_SCAN.search(data, head.pixels)
+    found = [n[0] - 0xD0 for n in _RESTART.findall(data, head.pixels, end.start() if end else len(data))]
+    expected = -(-_mcus(frame) // head.restart) - 1
+    if len(found) < expected:
+        return f"JPEG with {len(found)} of {expected} restart markers: a part of the picture is missing"
+    if found[:expected] != [n % 8 for n in range(expected)]:
+        return "JPEG with restart markers out of order: a part of the picture is missing or repeated"
+    return None
+
+
+def _mcus(frame: Frame) -> int:
+    if len(frame.sampling) == 1:  # one component is not interleaved: its units are single blocks
+        return -(-frame.width // 8) * -(-frame.height // 8)
+    h = max(h for h, _ in frame.sampling)
+    v = max(v for _, v in frame.sampling)
+    return -(-frame.width // (8 * h)) * -(-frame.height // (8 * v))
+
+
+def with_more_data(data: bytes) -> bytes:
+    """The same JPEG with some bytes more at the end of its last scan. A decoder that had enough ignores them."""
+    end = _end_of_scans(data)
+    return data[:end] + bytes(range(7, 247)) * 4 + data[end:]
+
+
+def _end_of_scans(data: bytes) -> int:
+    # Not simply the last EOI: previews, further frames and other pictures may follow.
+    at = header(data).pixels
+    while mark := _END_OF_SCAN.search(data, at):
+        at = mark.start()
+        if data[at + 1] in _ALONE:
+            return at
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return len(data)

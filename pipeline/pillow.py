@@ -1,0 +1,228 @@
+"""The backend on Pillow: decodes on one CPU core.
+
+What Pillow leaves to its caller is settled here: 16 bits, transparency and inverted inks; files that end early and
+decode without a word; windows that leave the picture. A picture always comes out as RGB, by these rules: the first
+frame; grey copied to three channels; 16 bits scaled by 1/257; palettes looked up; transparency dropped, so that the
+stored colours stand; CMYK without a profile, `R = (255 - C)(255 - K) / 255`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import PIL
+from numpy.typing import NDArray
+from PIL import Image, ImageChops, features
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+
+from headrace.pipeline import jpeg, png
+from headrace.pipeline.probe import BadPicture, Picture, pillow_quiet
+from headrace.pipeline.transforms import Params
+
+_FILTERS = {
+    "bilinear": (Image.Resampling.BILINEAR, 1),
+    "bicubic": (Image.Resampling.BICUBIC, 2),
+    "lanczos": (Image.Resampling.LANCZOS, 3),
+}  # and how far each reaches, in pixels of the coarser side
+
+#: Pixels between the two passes of a resample; beyond, the cheaper order of passes is taken.
+_MAX_BETWEEN = 1 << 24
+
+#: EXIF orientation: (transpose first, then mirror left and right, then top and bottom).
+_UPRIGHT = {
+    1: (False, False, False),
+    2: (False, True, False),
+    3: (False, True, True),
+    4: (False, False, True),
+    5: (True, False, False),
+    6: (True, True, False),
+    7: (True, True, True),
+    8: (True, False, True),
+}
+
+_TRANSPOSE: dict[tuple[bool, bool, bool], Image.Transpose | None] = {
+    (False, False, False): None,
+    (False, True, False): Image.Transpose.FLIP_LEFT_RIGHT,
+    (False, True, True): Image.Transpose.ROTATE_180,
+    (False, False, True): Image.Transpose.FLIP_TOP_BOTTOM,
+    (True, False, False): Image.Transpose.TRANSPOSE,
+    (True, True, False): Image.Transpose.ROTATE_270,
+    (True, True, True): Image.Transpose.TRANSVERSE,
+    (True, False, True): Image.Transpose.ROTATE_90,
+}
+
+Box = tuple[float, float, float, float]
+
+
+class PillowBackend:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.render_id = f"pillow/{PIL.__version__}/libjpeg-turbo-{features.version('libjpeg_turbo')}"
+
+    def render(
+        self,
+        pictures: Sequence[Picture],
+        params: Params,
+        out: Sequence[NDArray[np.uint8]],
+        begin: Callable[[int], None],
+    ) -> list[BadPicture | None]:
+        verdicts: list[BadPicture | None] = []
+        for i, (picture, target) in enumerate(zip(pictures, out, strict=True)):
+            begin(i)
+            try:
+                image = decode(picture)
+            except BadPicture as bad:
+                target[...] = 0
+                verdicts.append(bad)
+            else:
+                target[...] = np.asarray(_show(image, picture, params, i))
+                verdicts.append(None)
+            finally:
+                picture.image.close()  # the pixels of a chunk at full size would be held until its end
+        return verdicts
+
+    def close(self) -> None:
+        pass
+
+
+def decode(picture: Picture) -> Image.Image:
+    """All pixels as stored (orientation not applied), of mode L or RGB.
+
+    Raises:
+        BadPicture: (stage "decode") the data are damaged or incomplete.
+    """
+    image = picture.image
+    size = image.size
+    try:
+        with pillow_quiet(size[0] * size[1]):
+            image.load()
+            if image.size != size:
+                raise ValueError(f"the pixels are {image.size[0]}x{image.size[1]}, the header said {size[0]}x{size[1]}")
+            if missing := _missing(image, picture):
+                raise ValueError(missing)
+            return _to_grey_or_rgb(image, picture)
+    # Whatever a decoder raises for some content is a verdict on that content, and content is all there is here.
+    except Exception as error:
+        raise BadPicture("decode", _reason(picture, error)) from error
+
+
+def _reason(picture: Picture, error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text if text.startswith(picture.format) else f"{picture.format}: {text}"
+
+
+def _missing(image: Image.Image, picture: Picture) -> str | None:
+    """What is missing of a picture that Pillow took for whole. Each check begins with a sign that costs nothing."""
+    width, height = image.size
+    if picture.format in ("JPEG", "MPO"):
+        if b"\xff\xdd" in picture.data[: 1 << 16] and (why := jpeg.missing_restarts(picture.data)):
+            return why
+        # Where its data end early libjpeg leaves the rest mid-grey. So may be a picture: does more data change it?
+        corner = image.getpixel((width - 1, height - 1))
+        if corner in (128, (128, 128, 128)):
+            longer = JpegImageFile(io.BytesIO(jpeg.with_more_data(picture.data)), b"")
+            if ImageChops.difference(image, longer).getbbox():
+                return "JPEG whose data end before the picture does"
+    elif picture.format == "PNG":
+        # Rows that never came are zero; interlaced ones are anywhere.
+        suspect = image.info.get("interlace") or not image.crop((0, height - 1, width, height)).getbbox()
+        if suspect and png.missing_pixels(picture.data):
+            return "PNG whose data end before the picture does"
+    return None
+
+
+def _to_grey_or_rgb(image: Image.Image, picture: Picture) -> Image.Image:
+    # Pillow would try to carry a transparent colour over, and warn where it cannot.
+    image.info.pop("transparency", None)
+    mode = image.mode
+    if mode in ("L", "RGB"):
+        return image
+    if mode in ("1", "LA"):
+        return image.convert("L")
+    if mode == "La":
+        return image.convert("LA").convert("L")
+    if mode == "RGBa":
+        return image.convert("RGBA").convert("RGB")
+    if mode == "CMYK" and picture.format in ("JPEG", "MPO") and "adobe" not in image.info:
+        # Pillow takes every CMYK JPEG for one of Adobe's, whose inks are inverted.
+        return ImageChops.invert(image).convert("RGB")
+    if mode.startswith("I;16"):
+        top = (1 << image.tag_v2.get(258, (16,))[0]) - 1 if isinstance(image, TiffImageFile) else 65535
+        return _scaled(np.asarray(image), top)
+    if mode == "I" and picture.format == "PPM":
+        return _scaled(np.asarray(image), 65535)
+    if mode in ("I", "F"):
+        kind = "32-bit or signed" if mode == "I" else "floating-point"
+        raise ValueError(f"{kind} samples, for which nothing says what is black and what is white")
+    return image.convert("RGB")
+
+
+def _scaled(levels: NDArray[np.generic], top: int) -> Image.Image:
+    wide = np.clip(levels.astype(np.uint32), 0, top)
+    return Image.fromarray(((wide * 255 + top // 2) // top).astype(np.uint8))
+
+
+def _show(image: Image.Image, picture: Picture, params: Params, i: int) -> Image.Image:
+    """Row `i` of the parameters as an RGB image of their size. All turning is done on the result, which is small."""
+    transpose, flip_x, flip_y = _UPRIGHT[picture.orientation]
+    x0, y0, x1, y1 = (float(v) for v in params.box[i])
+    height, width = params.size
+    # From the upright picture back to the stored one.
+    if flip_x:
+        x0, x1 = picture.width - x1, picture.width - x0
+    if flip_y:
+        y0, y1 = picture.height - y1, picture.height - y0
+    if transpose:
+        x0, y0, x1, y1, width, height = y0, x0, y1, x1, height, width
+    small = _window(image, (x0, y0, x1, y1), width, height, params.interpolation)
+    turn = _TRANSPOSE[transpose, flip_x ^ bool(params.mirror_x[i]), flip_y ^ bool(params.mirror_y[i])]
+    if turn is not None:
+        small = small.transpose(turn)
+    return small if small.mode == "RGB" else small.convert("RGB")
+
+
+def _window(image: Image.Image, box: Box, width: int, height: int, interpolation: str) -> Image.Image:
+    """The box resampled to width x height, black where it leaves the picture.
+
+    A pixel of the result is black if its middle lies outside. The filter sees the picture beyond the box, and at the
+    picture's own border only what there is.
+    """
+    left, right, x0, x1 = _inside(box[0], box[2], image.width, width)
+    top, bottom, y0, y1 = _inside(box[1], box[3], image.height, height)
+    if left >= right or top >= bottom:
+        return Image.new(image.mode, (width, height))
+    part = _resample(image, (x0, y0, x1, y1), right - left, bottom - top, interpolation)
+    if part.size == (width, height):
+        return part
+    framed = Image.new(image.mode, (width, height))
+    framed.paste(part, (left, top))
+    return framed
+
+
+def _inside(low: float, high: float, length: int, pixels: int) -> tuple[int, int, float, float]:
+    """Of `pixels` cut from the stretch low..high, the first and last + 1 that show the source 0..length, and the
+    stretch of the source that they show.
+    """
+    step = (high - low) / pixels
+    first = max(0, math.ceil(-low / step - 0.5))
+    last = min(pixels, math.ceil((length - low) / step - 0.5))
+    start = low if first == 0 else low + first * step
+    end = high if last == pixels else low + last * step
+    return first, last, max(start, 0.0), min(end, float(length))
+
+
+def _resample(image: Image.Image, box: Box, width: int, height: int, interpolation: str) -> Image.Image:
+    resample, reach = _FILTERS[interpolation]
+    x0, y0, x1, y1 = box
+    if width * (y1 - y0) <= max(_MAX_BETWEEN, height * (x1 - x0)):
+        return image.resize((width, height), resample, box)
+    # Pillow goes across first, which makes a giant of a very tall picture: go down first, on the columns needed.
+    margin = math.ceil(reach * max((x1 - x0) / width, 1.0)) + 1
+    first, last = max(0, math.floor(x0) - margin), min(image.width, math.ceil(x1) + margin)
+    down = image.resize((last - first, height), resample, (first, y0, last, y1))
+    return down.resize((width, height), resample, (x0 - first, 0, x1 - first, height))

@@ -1,0 +1,52 @@
+"""The chunks of a PNG, for what Pillow does not tell."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+
+_SIGNATURE = 8
+_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+
+
+def chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
+    """(type, content) of each, as far as they go."""
+    view, at = memoryview(data), _SIGNATURE
+    while at + 8 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        yield kind, view[at + 8 : at + 8 + length]
+        at += 12 + length
+
+
+def exif_after_pixels(data: bytes) -> bytes | None:
+    """The content of an eXIf chunk that comes after the pixels, or None."""
+    if data.rfind(b"eXIf") < 0:
+        return None
+    return next((b"Exif\0\0" + bytes(content) for kind, content in chunks(data) if kind == b"eXIf"), None)
+
+
+def missing_pixels(data: bytes) -> bool:
+    """Whether the compressed pixels end before the picture does. Inflates them: costs a third of decoding."""
+    stream = [content for kind, content in chunks(data) if kind == b"IDAT"]
+    _, header = next(chunks(data))
+    width, height, depth, colour, _, _, interlaced = struct.unpack_from(">IIBBBBB", header)
+    left = _inflated_size(width, height, depth * _CHANNELS[colour], bool(interlaced))
+    inflate = zlib.decompressobj()
+    for content in stream:
+        rest: bytes | memoryview = content
+        while rest and left > 0 and not inflate.eof:
+            left -= len(inflate.decompress(rest, 1 << 20))
+            rest = inflate.unconsumed_tail
+    return left - len(inflate.flush()) > 0
+
+
+def _inflated_size(width: int, height: int, bits: int, interlaced: bool) -> int:
+    passes = _ADAM7 if interlaced else ((0, 0, 1, 1),)
+    size = 0
+    for x, y, dx, dy in passes:
+        columns, rows = -(-(width - x) // dx), -(-(height - y) // dy)
+        if columns > 0 and rows > 0:
+            size += rows * (1 + -(-columns * bits // 8))
+    return size
