@@ -43,12 +43,14 @@ class Document:
     data: Any
     lines: dict[Where, int] = field(repr=False)
 
+    def line(self, where: Where) -> int:
+        """Of a key, or of the nearest one above it that stands in the file; 0: none does."""
+        return next((self.lines[where[:end]] for end in range(len(where), 0, -1) if where[:end] in self.lines), 0)
+
     def place(self, where: Where) -> str:
-        """`FILE, line N` of a key, or of the nearest one above it that stands in the file."""
-        for end in range(len(where), 0, -1):
-            if where[:end] in self.lines:
-                return f"{self.name}, line {self.lines[where[:end]]}"
-        return self.name
+        """`FILE, line N` of the same."""
+        line = self.line(where)
+        return f"{self.name}, line {line}" if line else self.name
 
 
 def read(path: str | os.PathLike[str]) -> Document:

@@ -1,0 +1,199 @@
+"""Values of a configuration: what may stand behind a key, and the sentence that says so when something else does.
+
+Each check raises `ValueError` with a text that begins with "must", so that the key and the value can stand before it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, PlainSerializer, PlainValidator, ValidationInfo
+
+from headrace.pipeline.problems import show
+
+#: Longest path of a Unix socket; the daemon binds PATH and, for ZeroMQ, PATH.zmq.
+_SOCKET_PATH = 107
+_ZMQ_SUFFIX = ".zmq"
+
+_UNITS = {"": 1, "b": 1} | {
+    unit: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for unit, base in ((f"{letter}b", 1000), (f"{letter}ib", 1024))
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What `memory:` says: so many bytes for all streams together, or so many slots for each stream."""
+
+    bytes: int | None = None
+    slots: int | None = None
+
+    @classmethod
+    def parse(cls, value: object) -> Memory:
+        """
+        Raises:
+            ValueError: neither a size nor `N slots`.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d{1,9})\s*slots?\s*", value)):
+            if slots := int(match[1]):
+                return cls(slots=slots)
+        try:
+            return cls(bytes=parse_size(value))
+        except ValueError:
+            raise ValueError('must be bytes (2147483648), a size ("2GiB", "512MB") or "N slots", above zero') from None
+
+    def plain(self) -> int | str:
+        """The shortest form that parses to the same."""
+        return f"{self.slots} slots" if self.slots is not None else int(self.bytes or 0)
+
+
+def parse_size(value: object) -> int:
+    """Bytes of `268435456`, `"256MiB"`, `"1.5 GB"`: kB, MB, GB, TB are powers of 1000, KiB … TiB of 1024.
+
+    Raises:
+        ValueError: anything else, zero, or more than 2**63 - 1.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", value)
+        if match and match[2].lower() in _UNITS:
+            value = int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 63:
+        return value
+    raise ValueError('must be bytes (268435456) or a size such as "256MiB" or "1GB", above zero')
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def whole(low: int, high: int | None = None) -> BeforeValidator:
+    allowed = f"from {low} to {high}" if high is not None else f"of at least {low}"
+
+    def check(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+            raise ValueError(f"must be a whole number {allowed}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _share(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError("must be a number from 0 to 1")
+    return float(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be a name (a string; put it in quotes)")
+    return value
+
+
+def _stream_name(value: object) -> str:
+    name = _text(value)
+    if any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in name):
+        raise ValueError("must be a name without control characters and undecodable bytes")
+    return name
+
+
+def _folder(value: object, info: ValidationInfo) -> Path:
+    """A path, made absolute: relative to the YAML file's folder, or to the working directory."""
+    if not isinstance(value, str | bytes | os.PathLike) or not os.fspath(value):
+        raise ValueError("must be the path of a folder")
+    text = os.fsdecode(value)
+    if "\0" in text:
+        raise ValueError("must be the path of a folder, without NUL bytes")
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"must be the path of a folder: {error}") from error
+    base = (info.context or {}).get("base")
+    return (base / path if base is not None else path).absolute()
+
+
+def _names(what: str) -> BeforeValidator:
+    def check(value: object) -> list[str]:
+        if not isinstance(value, list | tuple) or not value or not all(isinstance(v, str) and v for v in value):
+            raise ValueError(f"must be a list of {what} (strings; put numbers in quotes)")
+        if repeated := sorted({v for v in value if value.count(v) > 1}):
+            raise ValueError(f"must name each of the {what} once; {', '.join(map(show, repeated))} is repeated")
+        return list(value)
+
+    return BeforeValidator(check)
+
+
+def _class_names(names: list[str]) -> list[str]:
+    for name in names:
+        if "/" in name or "\0" in name or name in (".", ".."):
+            raise ValueError(f"must be names of folders in the data set's root; {show(name)} is none")
+    return names
+
+
+def _extensions(value: object) -> object:
+    if isinstance(value, list | tuple):
+        value = [v.removeprefix(".").lower() if isinstance(v, str) else v for v in value]
+        for v in value:
+            if isinstance(v, str) and ("." in v or "/" in v):
+                raise ValueError(f"must be endings such as jpg or .jpg, what follows the last dot; {show(v)} is none")
+    return value
+
+
+def _listen(value: object) -> list[str]:
+    addresses = [value] if isinstance(value, str) else value
+    if not isinstance(addresses, list | tuple) or not all(isinstance(a, str) for a in addresses):
+        raise ValueError("must be an address ipc://PATH, or a list of them")
+    for address in addresses:
+        _check_address(address)
+    if len(set(addresses)) != len(addresses):
+        raise ValueError("must name each address once")
+    return list(addresses)
+
+
+def _check_address(address: str) -> None:
+    scheme, sign, path = address.partition("://")
+    if sign and scheme == "tcp":
+        raise ValueError(
+            f"{show(address)}: tcp is not available yet, because without keys anybody who reaches the port could read"
+            " the data; it must be ipc://PATH"
+        )
+    if not sign or scheme != "ipc" or not path.startswith("/") or path.endswith("/") or not path.isprintable():
+        raise ValueError(
+            f"{show(address)} is not an address: it must be ipc://PATH with an absolute path, such as ipc:///run/user/1000/hr.sock"
+        )
+    length = len(os.fsencode(path + _ZMQ_SUFFIX))
+    if length > _SOCKET_PATH:
+        raise ValueError(
+            f"{show(address)}: the path is too long for a Unix socket: {length} bytes with {_ZMQ_SUFFIX} behind it, at"
+            f" most {_SOCKET_PATH} are possible; take a shorter one, for instance in $XDG_RUNTIME_DIR"
+        )
+
+
+def _processes(value: object) -> int | str:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1024:
+        raise ValueError('must be "auto" or a whole number from 1 to 1024')
+    return value
+
+
+Flag = Annotated[bool, BeforeValidator(_flag)]
+Size = Annotated[int, BeforeValidator(parse_size)]
+Folder = Annotated[Path, PlainValidator(_folder), PlainSerializer(str)]
+ClassNames = Annotated[list[str], _names("class names"), AfterValidator(_class_names)]
+Extensions = Annotated[list[str], _names("endings"), BeforeValidator(_extensions)]
+Share = Annotated[float, BeforeValidator(_share)]
+Name = Annotated[str, BeforeValidator(_text)]
+StreamName = Annotated[str, BeforeValidator(_stream_name)]
+Addresses = Annotated[list[str], BeforeValidator(_listen)]
+MemoryValue = Annotated[Memory, PlainValidator(Memory.parse), PlainSerializer(Memory.plain)]
+Processes = Annotated[int | str, PlainValidator(_processes)]
