@@ -1,0 +1,72 @@
+"""The memory that batches are written into: the caller's for good, and yet not fresh each time.
+
+A page that the kernel has just handed out costs a fault and a clearing when it is first written, which for a batch of
+154 MB is as dear as finishing it. So large memory comes back here, but only once nothing refers to it any more, which
+is known and not guessed: every array and tensor over a batch holds, however indirectly, one NumPy array of ours, the
+*base*, and the base's end is what returns the memory. NumPy lets a view of a view refer to the oldest array of the
+chain; the base lies directly on a buffer that is no array, so the chain ends at it and cannot skip it. An array takes
+no part in garbage collection, so its end is always its last reference's, and nothing can bring it back to life.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Below this many bytes malloc is as good, and a mapping of its own would waste the rest of a page.
+_SMALL = 1 << 18
+
+
+class BatchMemory:
+    """A source of equally large pieces of memory that takes them back when they are dropped.
+
+    Used by one thread; what it gave out may be dropped in any thread, and after the source itself.
+
+    Args:
+        size: bytes of a piece.
+        idle: pieces kept for reuse at most; those beyond go back to the kernel.
+    """
+
+    def __init__(self, size: int, idle: int) -> None:
+        self._size = size
+        self._idle: deque[mmap.mmap] = deque(maxlen=idle)
+        self._lent: dict[int, tuple[weakref.ref[NDArray[np.uint8]], mmap.mmap]] = {}
+
+    def take(self) -> NDArray[np.uint8]:
+        """A writable piece, uint8 (size,); its content is arbitrary.
+
+        Raises:
+            MemoryError: there is none.
+        """
+        if self._size < _SMALL:
+            return np.empty(self._size, np.uint8)
+        try:
+            raw = self._idle.pop()
+        except IndexError:
+            raw = _map(self._size)
+        base: NDArray[np.uint8] = np.ndarray((self._size,), np.uint8, raw)
+        # The callback must not touch `self`: a source that is gone has no use for the memory.
+        lent, idle, key = self._lent, self._idle, id(raw)
+
+        def dropped(_: weakref.ref[NDArray[np.uint8]]) -> None:
+            idle.append(lent.pop(key)[1])
+
+        lent[key] = weakref.ref(base, dropped), raw
+        return base
+
+
+def _map(size: int) -> mmap.mmap:
+    # Private: a shared anonymous mapping is a file in memory, and a forked child would write into its parent's.
+    try:
+        raw = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for a batch of {size} bytes: {error}; use a smaller batch or prefetch") from error
+    try:
+        raw.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:
+        pass  # a kernel without huge pages
+    return raw
