@@ -77,8 +77,10 @@ class Channel:
         """Queue a frame and send what goes at once. Descriptors are duplicated, so the caller may close its own.
 
         Raises:
-            Closed: the peer has ended.
+            Closed: the peer has ended, or this end was closed.
         """
+        if self._eof:
+            raise Closed
         head = len(frame).to_bytes(4, "little") + bytes([len(fds)])
         self._out.append((memoryview(head + frame), [os.dup(fd) for fd in fds]))
         self.flush()
@@ -187,3 +189,5 @@ class Channel:
             frame = bytes(self._in[_HEAD : _HEAD + length])
             del self._in[: _HEAD + length]
             self._frames.append((frame, [self._fds.popleft() for _ in range(count)]))
+        if self._fds and not self._in:
+            raise ProtocolError(f"{len(self._fds)} descriptors came that no frame announces")

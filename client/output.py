@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal, get_args
 DType = Literal["uint8", "float16", "bfloat16", "float32"]
 Layout = Literal["NCHW", "NHWC", "channels_last"]
 
+_FLOAT32_MAX = 3.4028234663852886e38
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -25,7 +27,7 @@ class Output:
 
     Raises:
         ValueError: an unknown dtype or layout, a std that is not positive and finite, a mean that is not finite,
-            or mean or std beside `uint8`.
+            numbers so far apart that float32 cannot hold the result, or mean or std beside `uint8`.
     """
 
     dtype: DType = "float32"
@@ -41,12 +43,12 @@ class Output:
         if self.layout not in get_args(Layout):
             raise ValueError(f"layout: {self.layout!r} is not one of {', '.join(get_args(Layout))}")
         for name in ("mean", "std"):
-            values = tuple(float(v) for v in getattr(self, name))
-            if len(values) != 3 or not all(abs(v) < float("inf") for v in values):
-                raise ValueError(f"{name}: {getattr(self, name)!r} is not three finite numbers")
-            object.__setattr__(self, name, values)
+            object.__setattr__(self, name, _three_numbers(name, getattr(self, name)))
         if not all(v > 0 for v in self.std):
             raise ValueError(f"std: {list(self.std)} must be positive")
+        # The client computes x / (255 std) - mean / std in float32.
+        if not all(max(1 / 255, abs(m)) / s <= _FLOAT32_MAX for m, s in zip(self.mean, self.std, strict=True)):
+            raise ValueError(f"std: with mean {list(self.mean)} and std {list(self.std)} a float32 overflows")
         if self.dtype == "uint8" and (self.mean != (0.0, 0.0, 0.0) or self.std != (1.0, 1.0, 1.0)):
             raise ValueError("dtype uint8 hands out the rendered levels; mean and std need a floating dtype")
 
@@ -57,3 +59,16 @@ class Output:
         if given.get("dtype") == "uint8":
             kept |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
         return Output(**(kept | given))
+
+
+def _three_numbers(name: str, given: Any) -> tuple[float, float, float]:
+    try:
+        if isinstance(given, str):
+            raise TypeError
+        r, g, b = (float(value) for value in given)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    else:
+        if all(abs(value) < float("inf") for value in (r, g, b)):
+            return r, g, b
+    raise ValueError(f"{name}: {given!r} is not three finite numbers")

@@ -8,9 +8,10 @@ that is frequent. Nothing here is ever unpickled or evaluated; every field is ty
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from headrace.errors import ProtocolError
 from headrace.output import Output
@@ -24,6 +25,11 @@ DAEMON_LIMIT = 1 << 26
 
 #: GETs that one session may have outstanding, whatever its window says; more ends the session.
 MAX_OUTSTANDING = 1024
+
+#: What fits into the int64 of an array, so that nothing overflows behind the decoder.
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Name = Annotated[str, Meta(max_length=1024)]
+Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True, kw_only=True):
@@ -42,9 +48,9 @@ class Hello(Message, frozen=True, tag=True):
         client: who this is, for the daemon's log.
     """
 
-    stream: str | None
-    transport: str = "shm"
-    client: str = ""
+    stream: Name | None
+    transport: Name = "shm"
+    client: Name = ""
 
 
 class Ping(Message, frozen=True, tag=True):
@@ -55,20 +61,27 @@ class Ping(Message, frozen=True, tag=True):
 
 
 class Pong(Message, frozen=True, tag=True):
-    """`indexed` maps each stream's name to its number of samples, or None while it is unknown."""
+    """The daemon is usable.
 
-    pid: int
+    Attributes:
+        pid: of the daemon.
+        version: of the release it runs.
+        streams: each one's number of samples by its name, None while it is unknown.
+        sessions: that it has now.
+    """
+
+    pid: Count
     version: str
-    streams: dict[str, int | None]
-    sessions: int
+    streams: dict[str, Count | None]
+    sessions: Count
 
 
 class Indexing(Message, frozen=True, tag=True):
     """The stream's listing is being built: `done` of about `total` files (0: unknown). Repeated until `Welcome`."""
 
     stream: str
-    done: int
-    total: int
+    done: Count
+    total: Count
 
 
 class Fingerprints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,22 +107,22 @@ class Welcome(Message, frozen=True, tag=True):
         notices: what the listing left out, a sentence each, for the log.
     """
 
-    pid: int
-    token: bytes
+    pid: Count
+    token: Token
     endpoint: str
     transport: str
     stream: str
     layout: SlotLayout
-    slots: int
-    samples: int
-    seed: int
+    slots: Annotated[int, Meta(ge=1, le=1 << 32)]
+    samples: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+    seed: Annotated[int, Meta(ge=0)]
     classes: list[str]
     fingerprints: Fingerprints
     output: Output
-    on_bad_sample: str
-    max_bad: float
+    on_bad_sample: Literal["skip", "replace", "mask", "raise"]
+    max_bad: Annotated[float, Meta(ge=0, le=1)]
     render_id: str
-    window: int
+    window: Annotated[int, Meta(ge=1, le=MAX_OUTSTANDING)]
     notices: list[str]
 
 
@@ -137,17 +150,17 @@ class Get(Message, frozen=True, tag=True):
         epoch, chunk: the address, together with the session's stream.
     """
 
-    token: bytes
-    request: int
-    epoch: int
-    chunk: int
+    token: Token
+    request: Count
+    epoch: Count
+    chunk: Count
 
 
 class Release(Message, frozen=True, tag=True):
     """The client has copied what it wanted from this delivery."""
 
-    token: bytes
-    request: int
+    token: Token
+    request: Count
 
 
 class Cancel(Message, frozen=True, tag=True):
@@ -156,8 +169,8 @@ class Cancel(Message, frozen=True, tag=True):
     One that was answered meanwhile is still to be released.
     """
 
-    token: bytes
-    request: int
+    token: Token
+    request: Count
 
 
 # -- ZeroMQ, daemon to client -------------------------------------------------------------------------------
@@ -174,8 +187,8 @@ class RowReject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         reason: a sentence.
     """
 
-    row: int
-    index: int
+    row: Count
+    index: Count
     path: str
     stage: str
     reason: str
@@ -188,18 +201,18 @@ class Chunk(Message, frozen=True, tag=True):
     thrown away and the chunk asked for again.
     """
 
-    request: int
-    slot: int
-    generation: int
+    request: Count
+    slot: Count
+    generation: Count
     render_id: str
-    window: int
+    window: Annotated[int, Meta(ge=1, le=MAX_OUTSTANDING)]
     rejects: list[RowReject]
 
 
 class Failed(Message, frozen=True, tag=True):
     """The chunk cannot be had: an I/O error that did not go away, by name."""
 
-    request: int
+    request: Count
     kind: str
     text: str
 
@@ -207,7 +220,7 @@ class Failed(Message, frozen=True, tag=True):
 class Unknown(Message, frozen=True, tag=True):
     """The token names no session: say `Hello` again."""
 
-    token: bytes
+    token: Token
 
 
 SessionRequest = Hello | Ping
@@ -258,7 +271,7 @@ class Decoder(Generic[T]):
             )
         try:
             return self._decoder.decode(data[1:])
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
             raise ProtocolError(f"not a message: {error}") from error
 
 

@@ -22,10 +22,11 @@ import enum
 import fcntl
 import mmap
 import os
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 _ALIGN = 64
@@ -42,7 +43,7 @@ class Status(enum.IntEnum):
     REJECTED = 3  # black; the picture's content is bad and the chunk's reply says why
 
 
-class SlotLayout(msgspec.Struct, frozen=True):
+class SlotLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the fields of a slot lie; a few numbers that travel in the handshake.
 
     Attributes:
@@ -51,9 +52,9 @@ class SlotLayout(msgspec.Struct, frozen=True):
         width: likewise.
     """
 
-    chunk: int
-    height: int
-    width: int
+    chunk: Annotated[int, Meta(ge=1, le=1 << 16)]
+    height: Annotated[int, Meta(ge=1, le=1 << 16)]
+    width: Annotated[int, Meta(ge=1, le=1 << 16)]
 
     @property
     def image_shape(self) -> tuple[int, int, int, int]:
@@ -107,11 +108,14 @@ class Ring:
         self.layout = layout
         self.slots = slots
         self.fd = fd
-        size = layout.stride * slots
-        if os.fstat(fd).st_size != size:
-            raise ValueError(f"the segment has {os.fstat(fd).st_size} bytes, {slots} slots need {size}")
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        self._map = mmap.mmap(fd, size, access=access)
+        try:
+            size = layout.stride * slots
+            if os.fstat(fd).st_size != size:
+                raise ValueError(f"the segment has {os.fstat(fd).st_size} bytes, {slots} slots need {size}")
+            self._map = mmap.mmap(fd, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+        except BaseException:
+            os.close(fd)
+            raise
         self._buffer = memoryview(self._map)
         #: uint64 [slots], strided over the headers.
         self.generation: NDArray[np.uint64] = np.ndarray((slots,), np.uint64, self._buffer, strides=(layout.stride,))
@@ -126,19 +130,25 @@ class Ring:
         """
         fd = os.memfd_create("headrace-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.fchmod(fd, 0o400)  # a client must not turn its read-only descriptor into a writable one through /proc
             size = layout.stride * slots
             os.ftruncate(fd, size)
             # Reserved now: a page first touched in the middle of an epoch would be charged then, or kill us then.
             os.posix_fallocate(fd, 0, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            return cls(fd, layout, slots, writable=True)
         except BaseException:
             os.close(fd)
             raise
+        return cls(fd, layout, slots, writable=True)
 
     @classmethod
     def attach(cls, fd: int, layout: SlotLayout, slots: int, *, writable: bool = False) -> Ring:
-        """Map a ring whose descriptor was received; the ring owns the descriptor from then on."""
+        """Map a ring whose descriptor was received. The descriptor is taken over, and closed if this fails.
+
+        Raises:
+            ValueError: the segment has another size than these slots need.
+            OSError: it cannot be mapped that way; a read-only descriptor never for writing.
+        """
         return cls(fd, layout, slots, writable=writable)
 
     def read_only_fd(self) -> int:

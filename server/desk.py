@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
-from headrace.protocol import RowReject
+from headrace.protocol import MAX_OUTSTANDING, RowReject
 from headrace.server.cache import Address, Cache, History, Slot, State
 
 
@@ -87,7 +87,7 @@ class Desk:
     @property
     def window(self) -> int:
         """Requests that a session is told to keep outstanding: its leases, and enough to keep the workers busy."""
-        return self.share + self._in_flight
+        return min(self.share + self._in_flight, MAX_OUTSTANDING)
 
     def join(self, session: Session) -> None:
         self._sessions[session] = None
