@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from headrace.errors import DeadlineError, ProtocolError
 
 _HEAD = 5
+_FD = struct.Struct("i")
 _READ = 1 << 18
 
 
@@ -161,11 +163,7 @@ class Channel:
     def _fill(self) -> None:
         while not self._eof:
             try:
-                if self._descriptors:
-                    data, fds, _, _ = socket.recv_fds(self.sock, _READ, self._descriptors, socket.MSG_CMSG_CLOEXEC)
-                    self._fds.extend(fds)
-                else:
-                    data = self.sock.recv(_READ)
+                data = self._read()
             except BlockingIOError:
                 break
             except OSError:
@@ -176,6 +174,18 @@ class Channel:
             self._cut()
             if len(data) < _READ:
                 break
+
+    def _read(self) -> bytes:
+        if not self._descriptors:
+            return self.sock.recv(_READ)
+        # Not `socket.recv_fds`: it drops its flags, so a child started meanwhile would inherit the descriptors.
+        room = socket.CMSG_LEN(self._descriptors * _FD.size)
+        data, messages, _, _ = self.sock.recvmsg(_READ, room, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, payload in messages:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = len(payload) - len(payload) % _FD.size
+                self._fds.extend(fd for (fd,) in _FD.iter_unpack(payload[:whole]))
+        return data
 
     def _cut(self) -> None:
         while len(self._in) >= _HEAD:
