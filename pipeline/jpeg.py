@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 _ALONE = {0x01, *range(0xD0, 0xDA)}  # markers without a length: TEM, RSTn, SOI, EOI
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-_SOS, _DRI = 0xDA, 0xDD
+_SOS, _EOI, _DRI = 0xDA, 0xD9, 0xDD
+_PROGRESSIVE = (2, 10)
 _RESTART = re.compile(rb"\xff([\xd0-\xd7])")
 _END_OF_SCAN = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 
@@ -64,9 +65,12 @@ def header(data: bytes) -> Header:
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:
+    """(marker, content, where it ends) of each, until the end of the picture."""
     at = 2
     while (at := data.find(b"\xff", at)) >= 0 and at + 4 <= len(data):
         marker = data[at + 1]
+        if marker == _EOI:
+            return
         if marker in (0x00, 0xFF) or marker in _ALONE:
             at += 1 if marker == 0xFF else 2
             continue
@@ -74,6 +78,9 @@ def _segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:
         end = at + 2 + length
         yield marker, data[at + 4 : end], end
         at = end
+        if marker == _SOS:
+            mark = _END_OF_SCAN.search(data, end)
+            at = mark.start() if mark else len(data)
 
 
 def unsupported(data: bytes) -> str | None:
@@ -84,14 +91,19 @@ def unsupported(data: bytes) -> str | None:
     return None
 
 
-def missing_restarts(data: bytes) -> str | None:
-    """What is wrong with the restart markers of a sequential JPEG of one scan, or None. Decoders resynchronise at them
-    and say nothing, so a lost part shifts or repeats the rest of the picture.
-    """
+def missing_parts(data: bytes) -> str | None:
+    """What the markers say is missing of a JPEG, or None. Decoders resynchronise or stop there without a word."""
     head = header(data)
-    frame = head.frame
-    if frame is None or not head.restart or frame.process > 1 or head.scan != len(frame.sampling):
+    if head.frame is None or not head.pixels:
         return None
+    if head.frame.process in _PROGRESSIVE:
+        return _unfinished(data)
+    if head.restart and head.frame.process < 2 and head.scan == len(head.frame.sampling):
+        return _restarts(data, head, head.frame)
+    return None
+
+
+def _restarts(data: bytes, head: Header, frame: Frame) -> str | None:
     end = _END_OF_SCAN.search(data, head.pixels)
     found = [n[0] - 0xD0 for n in _RESTART.findall(data, head.pixels, end.start() if end else len(data))]
     expected = -(-_mcus(frame) // head.restart) - 1
@@ -99,6 +111,19 @@ def missing_restarts(data: bytes) -> str | None:
         return f"JPEG with {len(found)} of {expected} restart markers: a part of the picture is missing"
     if found[:expected] != [n % 8 for n in range(expected)]:
         return "JPEG with restart markers out of order: a part of the picture is missing or repeated"
+    return None
+
+
+def _unfinished(data: bytes) -> str | None:
+    # A scan may leave low bits of its coefficients to later ones, which then have to come.
+    owed: dict[tuple[int, int], int] = {}
+    for marker, content, _ in _segments(data):
+        if marker == _SOS and len(content) >= 4 + 2 * content[0]:
+            first, last, bits = content[-3], content[-2], content[-1] & 15
+            for component in content[1:-3:2]:
+                owed.update(((component, k), bits) for k in range(first, min(last, 63) + 1))
+    if any(owed.values()):
+        return "JPEG (progressive) whose last scans are missing"
     return None
 
 
@@ -112,16 +137,8 @@ def _mcus(frame: Frame) -> int:
 
 def with_more_data(data: bytes) -> bytes:
     """The same JPEG with some bytes more at the end of its last scan. A decoder that had enough ignores them."""
-    end = _end_of_scans(data)
+    # Not simply before the last EOI: previews, further frames and other pictures may follow.
+    scans = [end for marker, _, end in _segments(data) if marker == _SOS]
+    mark = _END_OF_SCAN.search(data, scans[-1]) if scans else None
+    end = mark.start() if mark else len(data)
     return data[:end] + bytes(range(7, 247)) * 4 + data[end:]
-
-
-def _end_of_scans(data: bytes) -> int:
-    # Not simply the last EOI: previews, further frames and other pictures may follow.
-    at = header(data).pixels
-    while mark := _END_OF_SCAN.search(data, at):
-        at = mark.start()
-        if data[at + 1] in _ALONE:
-            return at
-        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return len(data)

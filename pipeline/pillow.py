@@ -120,7 +120,7 @@ def _missing(image: Image.Image, picture: Picture) -> str | None:
     """What is missing of a picture that Pillow took for whole. Each check begins with a sign that costs nothing."""
     width, height = image.size
     if picture.format in ("JPEG", "MPO"):
-        if b"\xff\xdd" in picture.data[: 1 << 16] and (why := jpeg.missing_restarts(picture.data)):
+        if why := jpeg.missing_parts(picture.data):
             return why
         # Where its data end early libjpeg leaves the rest mid-grey. So may be a picture: does more data change it?
         corner = image.getpixel((width - 1, height - 1))
