@@ -1,0 +1,294 @@
+"""The index file: what is written is what every process maps, and nothing else is ever taken for it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.pipeline.index import RACY_NS, Index, Listing, Paths, settled, shown
+
+KEY = "k" * 64
+NAMES = [b"a/1.jpg", b"a/\xff\xfe.jpg", b"b/tab\t, new line\n, \\.jpg", b"b/deep/\xc3\xa9.jpg"]
+
+
+def listing(root: bytes = b"/data", names: list[bytes] | None = None) -> Listing:
+    paths = NAMES if names is None else names
+    return Listing(
+        root=root,
+        classes=["a", "b"],
+        paths=Paths.of(paths),
+        sizes=np.arange(10, 10 + len(paths)),
+        mtimes_ns=np.arange(len(paths)) + 10**18,
+        labels=np.arange(len(paths)) % 2,
+        folders=Paths.of([b"", b"a", b"b"]),
+        folder_mtimes_ns=np.array([1, 2, 3]),
+        counts={".txt": 3},
+        notices=["left out 3 .txt"],
+    )
+
+
+@pytest.fixture(params=["file", "memory"])
+def index(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Index]:
+    if request.param == "file":
+        made = Index.write(listing(), tmp_path / "cache/x.index", KEY)
+    else:
+        made = Index.in_memory(listing(), KEY)
+    yield made
+    made.close()
+
+
+def check(index: Index) -> None:
+    assert len(index) == 4 and index.root == b"/data" and index.classes == ["a", "b"]
+    assert [index.path(i) for i in range(4)] == NAMES
+    assert index.sizes.tolist() == [10, 11, 12, 13]
+    assert index.mtimes_ns.tolist() == [10**18 + i for i in range(4)]
+    assert index.labels.tolist() == [0, 1, 0, 1] and index.labels.dtype == np.int64
+    assert index.notices == ["left out 3 .txt"] and index.counts == {".txt": 3}
+    assert index.data_fingerprint == listing().fingerprint()
+
+
+def test_what_was_written_is_what_is_read(index: Index) -> None:
+    check(index)
+
+
+def test_paths_are_shown_on_one_line_as_ls_prints_them(index: Index) -> None:
+    shown_paths = ["a/1.jpg", r"a/\xff\xfe.jpg", r"b/tab\t, new line\n, \\.jpg", "b/deep/é.jpg"]
+    assert [index.shown(i) for i in range(4)] == shown_paths
+    assert [index.shown_full(i) for i in range(4)] == ["/data/" + path for path in shown_paths]
+    assert index.full_path(1) == b"/data/a/\xff\xfe.jpg"
+
+
+@pytest.mark.parametrize("i", [-1, 4])
+def test_a_line_that_is_not_in_the_listing_is_an_error(index: Index, i: int) -> None:
+    with pytest.raises(IndexError):
+        index.path(i)
+
+
+def test_another_process_maps_the_descriptor(index: Index) -> None:
+    code = (
+        "import sys; from headrace.pipeline.index import Index; index = Index.map(int(sys.argv[1]));"
+        "print(len(index), index.path(1), index.labels.tolist())"
+    )
+    command = [sys.executable, "-c", code, str(index.fd)]
+    done = subprocess.run(command, pass_fds=[index.fd], stdout=subprocess.PIPE, timeout=60, check=True, text=True)
+    assert done.stdout == f"4 {NAMES[1]!r} [0, 1, 0, 1]\n"
+
+
+def test_nobody_can_write_through_the_descriptor_or_the_arrays(index: Index) -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(index.fd, b"x")
+    with pytest.raises(ValueError, match="read-only"):
+        index.labels[0] = 7
+
+
+def test_an_index_in_memory_is_sealed() -> None:
+    index = Index.in_memory(listing(), KEY)
+    seals = fcntl.fcntl(index.fd, fcntl.F_GET_SEALS)
+    assert seals == fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    assert index.file is None
+    index.close()
+
+
+def test_an_array_outlives_close_which_may_be_called_twice() -> None:
+    index = Index.in_memory(listing(), KEY)
+    labels = index.labels
+    index.close()
+    index.close()
+    assert labels.tolist() == [0, 1, 0, 1]
+
+
+def test_the_folder_and_the_file_are_the_users_alone(tmp_path: Path) -> None:
+    index = Index.write(listing(), tmp_path / "new/x.index", KEY)
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "new/x.index").stat().st_mode) == 0o600
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["x.index"]
+    index.close()
+
+
+def test_a_newer_index_leaves_the_mapping_of_the_older_one_alone(tmp_path: Path) -> None:
+    file = tmp_path / "x.index"
+    old = Index.write(listing(), file, KEY)
+    new = Index.write(listing(names=[b"other/1.jpg"]), file, KEY)
+    check(old)
+    assert new.path(0) == b"other/1.jpg"
+    old.close()
+    new.close()
+
+
+def test_a_write_that_fails_leaves_the_older_index_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "x.index"
+    Index.write(listing(), file, KEY).close()
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(OSError, match="No space"):
+        Index.write(listing(names=[b"other/1.jpg"]), file, KEY)
+    assert [p.name for p in tmp_path.glob("*.index*")] == ["x.index"] and not list(tmp_path.glob(".*"))
+    kept = Index.open(file, KEY)
+    assert kept is not None
+    check(kept)
+    kept.close()
+
+
+def flip(at: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda data: b"", id="empty"),
+        pytest.param(lambda data: data[:20], id="cut in the head"),
+        pytest.param(lambda data: data[:100], id="cut in the meta"),
+        pytest.param(lambda data: data[:-64], id="cut in the arrays"),
+        pytest.param(lambda data: data + bytes(64), id="longer"),
+        pytest.param(lambda data: b"x" * len(data), id="something else"),
+        pytest.param(lambda data: bytes(len(data)), id="zeros after a power failure"),
+        pytest.param(lambda data: data[:8] + (99).to_bytes(4, "little") + data[12:], id="another version"),
+        pytest.param(lambda data: data[:12] + b"\xff\xff\xff\xff" + data[16:], id="a meta of 4 GiB"),
+        pytest.param(flip(20), id="a bit of the checksum"),
+        pytest.param(flip(60), id="a bit of the meta"),
+        pytest.param(flip(-10), id="a bit of the arrays"),
+    ],
+)
+def test_a_damaged_file_is_not_trusted(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    file = tmp_path / "x.index"
+    Index.write(listing(), file, KEY).close()
+    file.write_bytes(damage(file.read_bytes()))
+    assert Index.open(file, KEY) is None
+
+
+def test_what_belongs_to_another_listing_or_is_no_file_is_not_trusted(tmp_path: Path) -> None:
+    Index.write(listing(), tmp_path / "x.index", KEY).close()
+    assert Index.open(tmp_path / "x.index", "another") is None
+    assert Index.open(tmp_path / "absent.index", KEY) is None
+    assert Index.open(tmp_path, KEY) is None
+    os.mkfifo(tmp_path / "fifo.index")
+    assert Index.open(tmp_path / "fifo.index", KEY) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_another_users_file_is_not_trusted(tmp_path: Path) -> None:
+    file = tmp_path / "x.index"
+    Index.write(listing(), file, KEY).close()
+    os.chown(file, 12345, 12345)
+    assert Index.open(file, KEY) is None
+
+
+def test_a_descriptor_that_is_no_index_is_refused_and_closed(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"nothing of the kind")
+    fd = os.open(tmp_path / "x", os.O_RDONLY)
+    with pytest.raises(ValueError, match="not an index"):
+        Index.map(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+# -- staleness ----------------------------------------------------------------------------------------------
+
+
+def watched(root: Path) -> Index:
+    made = listing(os.fsencode(root))
+    made.folder_mtimes_ns = np.array([p.stat().st_mtime_ns for p in (root, root / "a", root / "b")])
+    return Index.in_memory(made, KEY)
+
+
+def test_a_folder_that_was_touched_or_is_gone_is_found_by_its_mtime(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    index = watched(tmp_path)
+    assert index.changed_folder() is None
+    os.utime(tmp_path / "b", ns=(1, 1))
+    assert index.changed_folder() == os.fsencode(tmp_path / "b")
+    index.close()
+    index = watched(tmp_path)
+    (tmp_path / "a").rmdir()
+    assert index.changed_folder() in (os.fsencode(tmp_path) + b"/", os.fsencode(tmp_path / "a"))
+    index.close()
+
+
+def test_a_folder_that_may_still_be_changing_proves_nothing() -> None:
+    now = 10**18
+    assert settled(now - RACY_NS - 1, now) == now - RACY_NS - 1
+    assert settled(now + RACY_NS + 1, now) == now + RACY_NS + 1
+    for fresh in (now, now - RACY_NS, now + RACY_NS):
+        assert settled(fresh, now) == -1
+
+
+# -- the fingerprint of the data ----------------------------------------------------------------------------
+
+
+def test_the_data_fingerprint_never_changes_by_accident() -> None:
+    assert listing().fingerprint() == "db96daf18a6ab69516fce881637ebf30b1f10a9bf7f1b126c3aa1c5467f25206"
+
+
+def test_root_and_times_are_not_in_the_data_fingerprint() -> None:
+    other = listing(b"/elsewhere")
+    other.mtimes_ns = other.mtimes_ns + 1
+    other.folder_mtimes_ns = other.folder_mtimes_ns + 1
+    other.notices, other.counts = [], {}
+    assert other.fingerprint() == listing().fingerprint()
+
+
+def test_paths_sizes_labels_and_class_names_are() -> None:
+    renamed, resized, relabelled, reclassed, moved = (listing() for _ in range(5))
+    renamed.paths = Paths.of([b"a/2.jpg", *NAMES[1:]])
+    resized.sizes = resized.sizes + 1
+    relabelled.labels = 1 - relabelled.labels
+    reclassed.classes = ["a", "c"]
+    moved.paths = Paths.of([NAMES[0] + b"a", NAMES[1].removeprefix(b"a"), *NAMES[2:]])  # the same bytes in all
+    prints = {m.fingerprint() for m in (listing(), renamed, resized, relabelled, reclassed, moved)}
+    assert len(prints) == 6
+
+
+# -- paths --------------------------------------------------------------------------------------------------
+
+a_path = st.binary(max_size=40)
+
+
+@given(st.lists(st.lists(a_path, max_size=4), max_size=4), st.integers(0, 20))
+@settings(max_examples=100, deadline=None)
+def test_joined_paths_are_the_paths_one_after_the_other(parts: list[list[bytes]], count: int) -> None:
+    joined = Paths.joined([Paths.of(part) for part in parts])
+    flat = [path for part in parts for path in part]
+    assert (joined.blob, joined.offsets.tolist()) == (Paths.of(flat).blob, Paths.of(flat).offsets.tolist())
+    first, few = joined.first(count), Paths.of(flat[:count])
+    assert (first.blob, first.offsets.tolist()) == (few.blob, few.offsets.tolist())
+
+
+@given(st.binary(max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_a_shown_path_is_one_line_of_text_from_which_the_bytes_can_be_had_again(path: bytes) -> None:
+    text = shown(path)
+    assert "\n" not in text and "\t" not in text
+    text.encode("utf-8")
+    assert unescaped(text) == path
+
+
+def unescaped(text: str) -> bytes:
+    plain, at = bytearray(), 0
+    while at < len(text):
+        if text[at] != "\\":
+            plain += text[at].encode()
+            at += 1
+        elif text[at + 1] == "x":
+            plain.append(int(text[at + 2 : at + 4], 16))
+            at += 4
+        else:
+            plain += {"t": b"\t", "n": b"\n", "\\": b"\\"}[text[at + 1]]
+            at += 2
+    return bytes(plain)
