@@ -35,7 +35,7 @@ class Snapshot:
     """What this process holds at one moment: `identity: description` of each kind."""
 
     threads: dict[threading.Thread, str]
-    tasks: dict[Hashable, str]
+    tasks: dict[tuple[int, int], str]
     processes: dict[tuple[int, int], str]
     descriptors: dict[Hashable, str]
     mappings: dict[Hashable, str]
@@ -57,7 +57,7 @@ def left(before: Snapshot) -> list[str]:
     lines = [text for key, text in now.threads.items() if key not in before.threads]
     # A thread that Python knew before may be a bare one now, and the other way round.
     known = {t.native_id for t in before.threads}
-    lines += [text for key, text in now.tasks.items() if key not in before.tasks and key[0] not in known]  # type: ignore[index]
+    lines += [text for key, text in now.tasks.items() if key not in before.tasks and key[0] not in known]
     lines += [text for key, text in now.processes.items() if key not in before.processes]
     lines += [text for key, text in now.descriptors.items() if key not in before.descriptors]
     lines += [text for key, text in now.mappings.items() if key not in before.mappings]

@@ -34,7 +34,8 @@ def landscape(name: str, seed: int, height: int, width: int) -> NDArray[np.uint8
         inside = np.clip((radius - np.hypot(y - cy, x - cx)) * 60, 0, 1)[..., None]
         picture += inside * (rng.uniform(0, 255, 3).astype(np.float32) - picture)
     picture += rng.normal(0, 6, picture.shape).astype(np.float32)
-    return np.clip(np.rint(picture), 0, 255).astype(np.uint8)
+    levels: NDArray[np.uint8] = np.clip(np.rint(picture), 0, 255).astype(np.uint8)
+    return levels
 
 
 def make(folder: Path) -> Path:

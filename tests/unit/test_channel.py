@@ -50,7 +50,12 @@ def same_file(fd: int, path: Path) -> bool:
 def test_frames_arrive_whole_and_in_order(pair: Pair) -> None:
     one, other = pair
     sent = [b"", b"a", bytes(100_000), b"last"]
-    sender = threading.Thread(target=lambda: [one.send(data, timeout=10) for data in sent])
+
+    def send_all() -> None:
+        for data in sent:
+            one.send(data, timeout=10)
+
+    sender = threading.Thread(target=send_all)
     sender.start()
     assert [other.recv(timeout=10) for _ in sent] == [(data, []) for data in sent]
     sender.join()

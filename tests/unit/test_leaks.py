@@ -187,9 +187,9 @@ def test_the_fixture_fails_the_test_that_leaks_and_no_other(tmp_path: Path, home
         "def test_kills(home): bind(home)\n"
         "def test_clean(): assert os.environ['HOME'].startswith('/tmp/hr-')\n"
     )
-    options = ["-q", "-c", ROOT / "pyproject.toml", "-p", "conftest", "-p", "no:cacheprovider"]
+    options = ["-q", "-c", str(ROOT / "pyproject.toml"), "-p", "conftest", "-p", "no:cacheprovider"]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, tmp_path],
+        [sys.executable, "-m", "pytest", *options, str(tmp_path)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
         capture_output=True,

@@ -28,7 +28,7 @@ DIRECTIONS: dict[str, tuple[Decoder[Any], tuple[type[Message], ...]]] = {
     "ZeroMQ, client to daemon": (protocol.decode_client, get_args(protocol.ClientMessage)),
     "ZeroMQ, daemon to client": (protocol.decode_daemon, get_args(protocol.DaemonMessage)),
 }
-PARTS = (SlotLayout, protocol.Fingerprints, Output, protocol.RowReject)
+PARTS: tuple[type[Any], ...] = (SlotLayout, protocol.Fingerprints, Output, protocol.RowReject)
 
 by_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
@@ -113,7 +113,7 @@ def test_the_document_names_the_version_of_the_code() -> None:
 
 def test_the_document_has_each_message_once_in_the_order_of_the_code() -> None:
     headings = re.findall(r"^### (.+)$", DOCUMENT, flags=re.MULTILINE)
-    names = [m.__name__ for m in (*MESSAGES, *PARTS)]
+    names = [m.__name__ for m in MESSAGES] + [p.__name__ for p in PARTS]
     assert [h for h in headings if h in names] == names
     # And no other: what has a table of fields is a message or a part of one.
     assert [h for h, text in sections("###").items() if "| field | type | default |" in text] == names
