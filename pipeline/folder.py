@@ -78,6 +78,7 @@ def list_folder(dataset: Dataset, progress: Progress | None = None) -> Listing:
     disk = _Disk(root, frozenset(_bytes(e) for e in endings))
     with _Walk(disk, progress) as walk:
         top = disk.list(b"")
+        top.left_out += [(name, _NO_CLASS) for name in top.pictures]
         classes = _choose_classes(dataset, root, top)
         walk.run(sorted(classes, key=_text))
         return _Assembly(dataset, root, classes, top, walk).listing()
@@ -357,7 +358,7 @@ class _Assembly:
             labels=label[listed],
             folders=Paths.of([self._top.path, *(f.path for f in order)]),
             folder_mtimes_ns=np.array([self._top.mtime_ns, *(f.mtime_ns for f in order)], np.int64),
-            counts=dict(self._counts(order)),
+            counts=dict(_left_out_of([self._top, *order])),
             notices=list(self._notices(order, len(label))),
         )
 
@@ -377,26 +378,17 @@ class _Assembly:
             f" {_tally(first) or 'no file at all'}); `allow_empty: true` keeps such classes and their numbers"
         )
 
-    def _counts(self, order: list[_Folder]) -> Counter[str]:
-        """Everything left out, by kind."""
-        counts = _left_out_of([self._top, *order])
-        if self._top.pictures:
-            counts[_NO_CLASS] = len(self._top.pictures)
-        return counts
-
     def _notices(self, order: list[_Folder], samples: int) -> Iterator[str]:
         """Sentences for people about the same, with names."""
         folders = [self._top, *order]
         named: Counter[str] = Counter()
-        for path, reason in (item for folder in folders for item in folder.left_out):
+        for path, reason in (item for folder in folders for item in sorted(folder.left_out)):
             named[reason] += 1
             if named[reason] <= _NAMED:
                 yield f"left out {shown(path)}: {reason}"
         for reason, count in named.items():
             if count > _NAMED:
                 yield f"left out {count - _NAMED} more: {reason}"
-        if self._top.pictures:
-            yield f"left out {_some(sorted(self._top.pictures, key=_text))}: {_NO_CLASS}"
         if tally := _tally(sum((f.counts for f in folders), Counter())):
             yield f"left out by name or ending: {tally}"
         if unnamed := sorted(set(self._top.folders) - set(self._classes), key=_text):
