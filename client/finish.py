@@ -24,7 +24,7 @@ _BLOCK = 1 << 21
 
 def constants(output: Output) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """a and b of the formula, float32 (3,) each."""
-    mean, std = np.float64(output.mean), np.float64(output.std)
+    mean, std = np.array(output.mean), np.array(output.std)
     return (1.0 / (255.0 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-
 from headrace import protocol
-from headrace.channel import Channel, Closed
-from headrace.errors import ConfigError, ConnectionLost, ProtocolError
+from headrace.channel import Closed
+from headrace.connect import connect
+from headrace.errors import ConnectionLost, ProtocolError
 from headrace.protocol import Ping, Pong
 
 
@@ -34,25 +33,3 @@ def ping(address: str, *, timeout: float = 5.0) -> Pong:
     if not isinstance(reply, Pong):
         raise ProtocolError(f"{address}: {type(reply).__name__} is no answer to Ping")
     return reply
-
-
-def connect(address: str, *, timeout: float) -> Channel:
-    """A connection to the daemon's Unix socket.
-
-    Raises:
-        ConfigError: not an `ipc://` address.
-        ConnectionLost: nobody listens there, or this user may not connect.
-    """
-    scheme, _, path = address.partition("://")
-    if scheme != "ipc" or not path:
-        raise ConfigError(f"{address!r} is no address of this version: it must be ipc://PATH")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(timeout)
-    try:
-        sock.connect(path)
-    except OSError as error:
-        sock.close()
-        raise ConnectionLost(
-            f"no daemon at {address}: {error.strerror or error}; start it with `headrace serve`"
-        ) from error
-    return Channel(sock, limit=protocol.DAEMON_LIMIT, descriptors=1)

@@ -1,0 +1,346 @@
+"""Turns steps into wanted chunks, and chunks that have arrived into batches in their order.
+
+Plain state: no I/O, no clock, no thread; the caller asks for `want()`, copies rows, reports what came of it, and
+calls `take()`. Two rules keep every client going. A chunk is wanted only once memory exists for all of its rows that
+this rank needs, so it is copied out whole on arrival, whatever the order, and nobody waits while holding a slot;
+therefore it is fetched just once, also when it spans several batches. And what is needed first is wanted first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.batch import Batch, Reject
+from headrace.errors import HeadraceError, SampleError, TooManyRejects
+from headrace.protocol import RowReject
+from headrace.steps import Steps
+
+OnBadSample = Literal["skip", "replace", "mask", "raise"]
+
+#: Other positions that are tried for one bad picture under `replace`.
+REPLACEMENTS = 16
+
+#: Rejects in an epoch that are always tolerated, so that a small data set is not stopped by a few files.
+TOLERATED = 16
+
+
+@dataclass(eq=False, slots=True)
+class Draft:
+    """A batch in the making; arrays have a row per position.
+
+    Attributes:
+        step, positions: which batch.
+        images: the finished pictures; labels, indices: int64.
+        valid: rows that count; keep: rows that stay in the batch.
+        missing: rows that are not final yet.
+        rejects: bad pictures among this rank's own positions, by row.
+        spoiled: whether any picture was bad, copies included.
+        batch: set by the caller once nothing is missing and the batch is made up.
+    """
+
+    step: int
+    positions: range
+    images: NDArray[Any]
+    labels: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    valid: NDArray[np.bool_]
+    keep: NDArray[np.bool_]
+    missing: int
+    rejects: dict[int, Reject] = field(default_factory=dict)
+    spoiled: bool = False
+    batch: Batch | None = None
+
+
+class Piece(NamedTuple):
+    """`size` rows from row `first` of a chunk, to row `row` on of a draft; `tries` > 0: to replace that one row."""
+
+    draft: Draft
+    row: int
+    first: int
+    size: int
+    tries: int = 0
+
+    @property
+    def target(self) -> slice:
+        return slice(self.row, self.row + self.size)
+
+    @property
+    def source(self) -> slice:
+        return slice(self.first, self.first + self.size)
+
+
+@dataclass(eq=False, slots=True)
+class Want:
+    """A chunk to be fetched, and where its rows go."""
+
+    chunk: int
+    pieces: list[Piece] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of this rank's positions in an epoch; `extra` counts rows handed out that are not valid."""
+
+    delivered: int = 0
+    rejected: int = 0
+    dropped: int = 0
+    extra: int = 0
+
+
+class Assembly:
+    """The rest of one epoch for one rank.
+
+    Args:
+        epoch, start: where it is taken up.
+        steps: the cut into batches.
+        chunk: C, positions of a chunk.
+        prefetch: batches kept ready; one more is being assembled.
+        on_bad_sample, max_bad: the policy.
+        allocate: gives the finished images' memory of a batch, a row per position.
+        uniforms: 16 uniform numbers of a position, from the table "replace".
+        counts: of the epoch so far, kept up to date here.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        start: int,
+        steps: Steps,
+        chunk: int,
+        prefetch: int,
+        on_bad_sample: OnBadSample,
+        max_bad: float,
+        allocate: Callable[[int], NDArray[Any]],
+        uniforms: Callable[[int], NDArray[np.float64]],
+        counts: Counts,
+    ) -> None:
+        self.epoch = epoch
+        self.start = start
+        self.steps = steps
+        self.count = steps.count(start)
+        self.taken = 0
+        #: Set when nobody will take from this any more.
+        self.ended = False
+        self.counts = counts
+        self._chunk = chunk
+        self._prefetch = prefetch
+        self._on_bad_sample = on_bad_sample
+        self._max_bad = max_bad
+        self._limit = max(TOLERATED, max_bad * steps.positions(0))
+        self._allocate = allocate
+        self._uniforms = uniforms
+        self._opened = 0
+        self._drafts: dict[int, Draft] = {}
+        self._serial = count()
+        self._queue: list[tuple[int, int, Want]] = []
+        self._queued: dict[int, Want] = {}
+        self._failed: dict[Want, HeadraceError] = {}
+        if self.done:
+            counts.dropped += steps.dropped(start)
+
+    # -- what to fetch --------------------------------------------------------------------------------------
+
+    def want(self) -> Want | None:
+        """The next chunk to ask for, or None until a batch is taken or a chunk arrives.
+
+        Raises:
+            MemoryError: there is none for another batch; nothing has changed.
+        """
+        for step in [step for step in self._drafts if step < self.taken]:
+            del self._drafts[step]
+        while self._opened < min(self.count, self.taken + self._prefetch + 1):
+            self._open()
+        if not self._queue:
+            return None
+        chunk = self._queue[0][2].chunk
+        span = range(chunk * self._chunk, (chunk + 1) * self._chunk)
+        while self._opened < self.count and self.steps.block(self.start, self._opened).start in span:
+            self._open()
+        want = heapq.heappop(self._queue)[2]
+        if self._queued.get(chunk) is want:
+            del self._queued[chunk]
+        return want
+
+    def discard(self) -> None:
+        """Drop every batch that was not taken; what has become of the epoch so far can still be asked."""
+        self._drafts.clear()
+        self._queue.clear()
+        self._queued.clear()
+        self._failed.clear()
+
+    def again(self, wants: Iterable[Want]) -> None:
+        """These requests came to nothing: the chunks are wanted again."""
+        for want in wants:
+            self._push(want)
+
+    def _push(self, want: Want) -> None:
+        step = min(piece.draft.step for piece in want.pieces)
+        heapq.heappush(self._queue, (step, next(self._serial), want))
+
+    def _add(self, position: int, draft: Draft, row: int, rows: int, tries: int = 0) -> None:
+        """Rows `row` on of the draft come from the chunk of `position`."""
+        chunk, first = divmod(position, self._chunk)
+        want = self._queued.get(chunk)
+        piece = Piece(draft, row, first, rows, tries)
+        if want is not None:
+            want.pieces.append(piece)
+        else:
+            want = self._queued[chunk] = Want(chunk, [piece])
+            self._push(want)
+
+    def _open(self) -> None:
+        positions = self.steps.block(self.start, self._opened)
+        rows, samples = len(positions), self.steps.samples
+        draft = Draft(
+            step=self._opened,
+            positions=positions,
+            images=self._allocate(rows),
+            labels=np.empty(rows, np.int64),
+            indices=np.empty(rows, np.int64),
+            valid=np.arange(positions.start, positions.stop) < samples,
+            keep=np.ones(rows, np.bool_),
+            missing=rows,
+        )
+        self._drafts[self._opened] = draft
+        self._opened += 1
+        row = 0
+        while row < rows:
+            position = positions[row] % samples
+            run = min(rows - row, self._chunk - position % self._chunk, samples - position)
+            self._add(position, draft, row, run)
+            row += run
+
+    # -- what has come --------------------------------------------------------------------------------------
+
+    def arrived(self, want: Want, bad: dict[int, RowReject]) -> list[Draft]:
+        """The rows of a chunk were copied.
+
+        Args:
+            bad: its rejects by row. Such a row was copied as the black picture it is, but not where it was to
+                replace another one.
+
+        Returns:
+            the drafts that miss nothing any more.
+        """
+        for piece in want.pieces:
+            if piece.tries:
+                self._replaced(piece, bad=piece.first in bad)
+                continue
+            piece.draft.missing -= piece.size
+            for row in range(piece.first, piece.first + piece.size):
+                if row in bad:
+                    self._reject(piece.draft, piece.row + row - piece.first, bad[row])
+        complete = dict.fromkeys(piece.draft for piece in want.pieces if piece.draft.missing == 0)
+        for draft in complete:
+            if not draft.keep.any():
+                draft.keep[0] = True  # no empty batch: this one row is as under `mask`
+        return list(complete)
+
+    def failed(self, want: Want, error: HeadraceError) -> None:
+        """The chunk cannot be had; said by `take` when the first batch that needs it is due, then tried again."""
+        self._failed[want] = error
+
+    def _reject(self, draft: Draft, row: int, bad: RowReject) -> None:
+        position = draft.positions[row]
+        draft.spoiled = True
+        draft.valid[row] = False
+        if position < self.steps.samples:  # a copy was already counted where it is no copy
+            draft.rejects[row] = Reject(bad.index, position, bad.path, bad.stage, bad.reason)
+        if self._on_bad_sample == "skip":
+            draft.keep[row] = False
+        elif self._on_bad_sample == "replace" and not self._hopeless(draft):
+            draft.missing += 1
+            self._replace(draft, row, 1)
+
+    def _replace(self, draft: Draft, row: int, tries: int) -> None:
+        samples = self.steps.samples
+        position = int(self._uniforms(draft.positions[row] % samples)[tries - 1] * samples)
+        self._add(position, draft, row, 1, tries)
+
+    def _replaced(self, piece: Piece, *, bad: bool) -> None:
+        if bad and piece.tries < REPLACEMENTS and not self._hopeless(piece.draft):
+            self._replace(piece.draft, piece.row, piece.tries + 1)
+        else:
+            piece.draft.missing -= 1
+
+    def _hopeless(self, draft: Draft) -> bool:
+        """Whether this batch will never be handed out, however its rows are replaced."""
+        known = sum(len(d.rejects) for d in self._drafts.values() if self.taken <= d.step <= draft.step)
+        return self.counts.rejected + known > self._limit
+
+    # -- what to hand out -----------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether every batch was taken."""
+        return self.taken >= self.count
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """`(epoch, position)` of the next batch."""
+        return self.steps.after(self.epoch, self.start, self.taken)
+
+    def waiting(self, want: Want) -> bool:
+        """Whether the batch that is due needs this chunk."""
+        return any(piece.draft.step == self.taken for piece in want.pieces)
+
+    def take(self) -> Batch | None:
+        """The batch that is due; None while it is not ready. After an error the same batch is due.
+
+        Raises:
+            SampleError: it holds a bad picture and the policy is `raise`.
+            TooManyRejects: `max_bad` is exceeded with it, or it is the last and no row of the epoch was valid.
+            HeadraceError: a chunk of it could not be had.
+        """
+        draft = self._drafts.get(self.taken)
+        if draft is None:
+            return None
+        for want, error in self._failed.items():
+            if self.waiting(want):
+                del self._failed[want]
+                self._push(want)
+                raise error
+        self._check_rejects(draft)
+        if draft.batch is None:
+            return None
+        self._check_valid(draft)
+        counts = self.counts
+        valid = int(draft.valid[draft.keep].sum())
+        extra = int(draft.keep.sum()) - valid
+        rejected = len(draft.rejects)
+        dropped = self.steps.dropped(self.start) if self.taken + 1 == self.count else 0
+        # No calls from here on: a signal's handler, which may raise, runs between calls and finds all or nothing done.
+        counts.delivered += valid
+        counts.extra += extra
+        counts.rejected += rejected
+        counts.dropped += dropped
+        self.taken += 1
+        return draft.batch
+
+    def _check_rejects(self, draft: Draft) -> None:
+        rejected = self.counts.rejected + len(draft.rejects)
+        if rejected > self._limit:
+            row = min(draft.rejects, default=0)
+            last = f"; the latest is {draft.rejects[row]}" if draft.rejects else ""
+            raise TooManyRejects(
+                f"{rejected} bad pictures in epoch {self.epoch}, more than {TOLERATED} and more than max_bad="
+                f"{self._max_bad} of the {self.steps.positions(0)} positions of rank {self.steps.rank}{last}. Other "
+                "ranks may be waiting for this one. List them with `headrace verify`, or raise max_bad"
+            )
+        if self._on_bad_sample == "raise" and draft.rejects and draft.batch is not None:
+            reject = draft.rejects[min(draft.rejects)]
+            raise SampleError(f"on_bad_sample is raise, and a picture is bad: {reject}", reject)
+
+    def _check_valid(self, draft: Draft) -> None:
+        last = self.taken + 1 == self.count
+        if last and draft.spoiled and not self.counts.delivered and not draft.valid[draft.keep].any():
+            first = f": {draft.rejects[min(draft.rejects)]}" if draft.rejects else ""
+            raise TooManyRejects(f"epoch {self.epoch} has no valid picture for rank {self.steps.rank}{first}")

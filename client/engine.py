@@ -1,0 +1,448 @@
+"""The fetching thread of a Loader: asks for chunks, copies them out, and keeps batches ready.
+
+Two threads share an `Assembly` under one lock: this one feeds it, the consumer's `next` empties it. Everything else
+here, sessions and sockets, belongs to this thread alone. The thread refers to nothing of the Loader's, so a Loader
+that is dropped ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from typing import Protocol
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from headrace.assembly import Assembly, Want
+from headrace.batch import Batch
+from headrace.errors import (
+    ConnectionLost,
+    DeadlineError,
+    HeadraceError,
+    ProtocolError,
+    RenderMismatch,
+    StateError,
+    from_wire,
+)
+from headrace.form import Form
+from headrace.protocol import MAX_OUTSTANDING, Chunk, Failed, RowReject, Welcome
+from headrace.session import Interrupted, Refusal, Session
+from headrace.slots import Status
+
+log = logging.getLogger(__name__)
+
+#: Seconds between attempts to reach a daemon that is gone: the first pause, and the longest.
+_BACKOFF = (0.05, 1.0)
+
+#: Seconds that a wait adds to the waiting time at most: a process that was stopped meanwhile has not waited.
+_SLICE = 1.0
+
+#: Seconds that `close` gives the thread, which is never in a longer call than one copy.
+_CLOSE = 10.0
+
+
+class Locate(Protocol):
+    """Gives the daemon's address, and starts the daemon where that is the Loader's task."""
+
+    def __call__(self, *, timeout: float, stop: int) -> str: ...
+
+
+class Engine:
+    """
+    Args:
+        locate: finds the daemon; called again when it is lost.
+        stream: name, or None where there is just one.
+        timeout: seconds without progress after which a wait ends with an error.
+        exact: whether every chunk must be rendered by what `Welcome` said.
+
+    Raises:
+        HeadraceError: what is wrong with the configuration, or the daemon cannot be reached.
+    """
+
+    def __init__(self, locate: Locate, stream: str | None, *, timeout: float, exact: bool) -> None:
+        self._locate = locate
+        self._stream = stream
+        self._timeout = timeout
+        self._exact = exact
+        self._pid = os.getpid()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._session: Session | None = None
+        try:
+            self._session = self._open()
+        except Refusal as refusal:
+            raise refusal.error from None
+        finally:
+            if self._session is None:
+                self._free()
+        #: The first session's; later ones must agree with it.
+        self.welcome = self._session.welcome
+        self.render_ids = {self.welcome.render_id}
+        self._address = self._session.address
+        self._window = self.welcome.window
+        self._request = 0
+        self._outstanding: dict[int, Want] = {}
+        self._pause = _BACKOFF[0]
+        self._trouble = ""
+
+        self._changed = threading.Condition(threading.Lock())
+        # Under the lock:
+        self._assembly: Assembly | None = None
+        self._current: tuple[Assembly, Form] | None = None
+        self._progress = 0
+        self._failure: HeadraceError | None = None
+        self._closing = False
+
+        _engines.add(self)
+        self._thread = threading.Thread(target=self._run, name="headrace-fetch", daemon=True)
+        self._thread.start()
+
+    # -- the consumer's side --------------------------------------------------------------------------------
+
+    def begin(self, assembly: Assembly, form: Form) -> None:
+        """Fetch for this assembly from now on, and for no other."""
+        with self._changed:
+            self._check_open()
+            self._current = (assembly, form)
+        self._notify()
+
+    def end(self, assembly: Assembly) -> None:
+        """Fetch no more for this assembly. Takes no lock: it is also called when garbage is collected, anywhere."""
+        assembly.ended = True
+        self._notify()
+
+    def take(self, assembly: Assembly) -> Batch:
+        """The batch that is due, as soon as it is ready.
+
+        Raises:
+            DeadlineError: nothing moved for `timeout` seconds.
+            ConnectionLost: the daemon is gone for as long.
+            HeadraceError: as `Assembly.take`, or the daemon that came back is another one.
+        """
+        waited, seen = 0.0, -1
+        with self._changed:
+            while True:
+                self._check_open()
+                if (batch := assembly.take()) is not None:
+                    self._notify()
+                    return batch
+                if self._failure is not None:
+                    failure, self._failure = self._failure, None
+                    self._notify()
+                    raise failure
+                if self._progress != seen:
+                    waited, seen = 0.0, self._progress
+                if waited >= self._timeout:
+                    raise self._late(assembly)
+                before = time.monotonic()
+                self._changed.wait(min(_SLICE, self._timeout - waited))
+                waited += min(_SLICE, time.monotonic() - before)
+
+    def close(self) -> None:
+        """Leave the daemon and end the thread. May be called twice, from any thread; does nothing in a forked child."""
+        if os.getpid() != self._pid or self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._stop, 1)
+        os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is self._thread:
+            return  # garbage is collected in any thread
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join(_CLOSE)
+        if self._thread.is_alive():
+            log.error("the fetching thread does not end")
+
+    def abandon(self) -> None:
+        """In a forked child: whatever keeps the parent's session open there must not be kept here."""
+        if self._session is not None:
+            self._session.abandon()
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError("this Loader was made before a fork and its thread is not in the child: make one there")
+        if self._closing:
+            raise StateError("this Loader is closed")
+
+    def _notify(self) -> None:
+        if not self._closing:
+            os.eventfd_write(self._wake, 1)
+
+    def _late(self, assembly: Assembly) -> HeadraceError:
+        where = f"batch {assembly.taken} of epoch {assembly.epoch}"
+        session = self._session
+        if session is None:
+            return ConnectionLost(
+                f"the daemon at {self._address} is gone and could not be reached again for {self._timeout:g} s "
+                f"({self._trouble}); {where} is waiting for it"
+            )
+        chunks = sorted(want.chunk for want in list(self._outstanding.values()) if assembly.waiting(want))
+        return DeadlineError(
+            f"nothing came from the daemon at {self._address} (pid {session.welcome.pid}) for {self._timeout:g} s; "
+            f"{where} waits for chunk{'s' * (len(chunks) != 1)} {', '.join(map(str, chunks)) or 'none'}"
+        )
+
+    # -- the thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                try:
+                    self._turn()
+                except Interrupted:
+                    pass
+                except HeadraceError as error:
+                    self._fail(error)
+                except Refusal as refusal:
+                    self._fail(refusal.error)
+                except MemoryError as error:
+                    self._fail(HeadraceError(str(error) or "no memory for a batch"))
+                except Exception as error:
+                    log.exception("the fetching thread failed")
+                    self._fail(HeadraceError(f"the fetching thread failed: {type(error).__name__}: {error}"))
+        finally:
+            self._leave("")
+            self._free()
+
+    def _free(self) -> None:
+        self._context.term()
+        os.close(self._wake)
+        os.close(self._stop)
+
+    def _turn(self) -> None:
+        self._switch()
+        if self._session is None and self._assembly is not None and self._failure is None:
+            self._return()
+        if self._session is None:
+            self._sleep(None)
+            return
+        self._ask()
+        messages, lost = self._session.wait(self._wake)
+        self._drain()
+        for message in messages:
+            if isinstance(message, Chunk):
+                self._deliver(message)
+            elif isinstance(message, Failed):
+                self._refuse(message)
+            elif message.token == self._session.welcome.token:
+                lost = "the daemon does not know this session"
+        if lost is not None:
+            self._leave(lost)
+
+    def _switch(self) -> None:
+        """Take up the assembly that the consumer wants, and take back what was asked for another."""
+        with self._changed:
+            if self._current is not None and self._current[0].ended:
+                self._current = None
+            wanted = self._current[0] if self._current is not None else None
+            if wanted is self._assembly:
+                return
+            if self._assembly is not None:
+                self._assembly.discard()
+            self._assembly = wanted
+        if self._outstanding and self._session is not None:
+            self._session.cancel(self._request)
+        self._outstanding.clear()
+
+    def _ask(self) -> None:
+        assembly, session = self._assembly, self._session
+        if assembly is None or session is None or self._failure is not None:
+            return
+        while len(self._outstanding) < min(self._window, MAX_OUTSTANDING):
+            with self._changed:
+                want = assembly.want()
+            if want is None:
+                return
+            self._request += 1
+            self._outstanding[self._request] = want
+            session.get(self._request, assembly.epoch, want.chunk)
+
+    def _deliver(self, message: Chunk) -> None:
+        session = self._session
+        assert session is not None
+        self._window = message.window
+        want = self._outstanding.pop(message.request, None)
+        current = self._current
+        if want is None or current is None or current[0] is not self._assembly:
+            session.release(message.request)  # it was taken back while it was on its way
+            return
+        assembly, form = current
+        bad = {reject.row: reject for reject in message.rejects}
+        error: HeadraceError | None = self._check_render(message)
+        copied = False
+        try:
+            if error is None:
+                copied = _copy(session, message, want, bad, form)
+        except ProtocolError as problem:
+            error = problem
+        session.release(message.request)
+        if error is not None:
+            with self._changed:
+                assembly.failed(want, error)
+                self._moved()
+            return
+        if not copied:
+            log.warning("slot %d was reused while chunk %d was copied; it is asked for again", message.slot, want.chunk)
+            with self._changed:
+                assembly.again([want])
+            return
+        with self._changed:
+            complete = assembly.arrived(want, bad)
+        made = [(draft, form.make(draft, assembly.epoch)) for draft in complete]
+        with self._changed:
+            for draft, batch in made:
+                draft.batch = batch
+            self._moved()
+
+    def _check_render(self, message: Chunk) -> RenderMismatch | None:
+        if message.render_id == self.welcome.render_id:
+            return None
+        if self._exact:
+            return RenderMismatch(
+                f"exact=True, and a chunk was rendered by {message.render_id} instead of {self.welcome.render_id}"
+            )
+        if message.render_id not in self.render_ids:
+            self.render_ids.add(message.render_id)
+            log.warning(
+                "pictures come from %s as well as %s: equal within the tolerance, not byte for byte; exact=True "
+                "would refuse them",
+                message.render_id,
+                self.welcome.render_id,
+            )
+        return None
+
+    def _refuse(self, message: Failed) -> None:
+        want = self._outstanding.pop(message.request, None)
+        if want is not None and self._assembly is not None:
+            with self._changed:
+                self._assembly.failed(want, from_wire(message.kind, message.text))
+                self._moved()
+
+    # -- losing the daemon and finding it again -------------------------------------------------------------
+
+    def _open(self) -> Session:
+        address = self._locate(timeout=self._timeout, stop=self._stop)
+        return Session.open(address, self._stream, self._context, timeout=self._timeout, stop=self._stop)
+
+    def _leave(self, reason: str) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+        if reason:
+            log.warning("%s (%s); asking again for %d chunks", reason, self._address, len(self._outstanding))
+            self._trouble = reason
+        with self._changed:
+            if self._assembly is not None:
+                self._assembly.again(self._outstanding.values())
+            self._outstanding.clear()
+            self._moved()
+
+    def _return(self) -> None:
+        """One attempt to get a session again; after a failed one, a pause."""
+        try:
+            session = self._open()
+        except (ConnectionLost, DeadlineError) as error:
+            self._trouble = str(error)
+            self._sleep(self._pause)
+            self._pause = min(2 * self._pause, _BACKOFF[1])
+            return
+        try:
+            _check_same(self.welcome, session.welcome)
+        except BaseException:
+            session.close()
+            raise
+        log.info("connected to the daemon at %s again (pid %d)", session.address, session.welcome.pid)
+        self._session, self._address, self._window = session, session.address, session.welcome.window
+        self._pause = _BACKOFF[0]
+        with self._changed:
+            self._moved()
+
+    def _fail(self, error: HeadraceError) -> None:
+        """Something is wrong that is no batch's own fault: the consumer hears it, and then it is tried anew."""
+        self._leave("")
+        with self._changed:
+            # Without the frames of this thread, which refer to the ring.
+            self._failure = error.with_traceback(None)
+            self._changed.notify_all()
+
+    def _moved(self) -> None:
+        self._progress += 1
+        self._changed.notify_all()
+
+    def _sleep(self, seconds: float | None) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        poller.poll(None if seconds is None else int(seconds * 1000))
+        self._drain()
+
+    def _drain(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass
+
+
+def _copy(session: Session, message: Chunk, want: Want, bad: dict[int, RowReject], form: Form) -> bool:
+    """Copy the rows of a chunk to where they go; False if the slot was reused meanwhile.
+
+    Raises:
+        ProtocolError: the slot does not hold what the message says.
+    """
+    ring = session.ring
+    if message.slot >= ring.slots:
+        raise ProtocolError(f"a chunk in slot {message.slot} of {ring.slots}")
+    view, generation = ring.views[message.slot], ring.generation
+    if generation[message.slot] != message.generation:
+        return False
+    expected: NDArray[np.uint8] = np.full(ring.layout.chunk, Status.OK, np.uint8)
+    expected[[row for row in bad if row < ring.layout.chunk]] = Status.REJECTED
+    sound = True
+    for piece in want.pieces:
+        draft, source, target = piece.draft, piece.source, piece.target
+        if piece.tries and piece.first in bad:
+            continue
+        sound = sound and np.array_equal(view.status[source], expected[source])
+        form.finish(view.images[source], draft.images[target])
+        draft.labels[target] = view.labels[source]
+        draft.indices[target] = view.indices[source]
+    if generation[message.slot] != message.generation:
+        return False
+    if not sound:
+        raise ProtocolError(f"chunk {want.chunk} was delivered with rows that are neither pictures nor rejects")
+    return True
+
+
+def _check_same(first: Welcome, now: Welcome) -> None:
+    """The daemon that came back must serve the same pictures."""
+    if now.fingerprints.pixels != first.fingerprints.pixels or now.samples != first.samples:
+        what = [
+            name
+            for name, before, after in (
+                ("number of samples", first.samples, now.samples),
+                ("files or labels", first.fingerprints.data, now.fingerprints.data),
+                ("order (seed or shuffle)", first.fingerprints.order, now.fingerprints.order),
+                ("pixels (decode, transforms or chunk)", first.fingerprints.pixels, now.fingerprints.pixels),
+            )
+            if before != after
+        ]
+        raise StateError(
+            f"the daemon came back with another stream {now.stream!r}: {', '.join(what)} changed in the middle of a "
+            "run; make a new Loader to go on with it"
+        )
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for engine in list(_engines):
+        engine.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork)

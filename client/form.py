@@ -1,0 +1,112 @@
+"""The form in which a Loader hands out batches: memory, finishing, and tensors or arrays around it."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.assembly import Draft
+from headrace.batch import Batch
+from headrace.errors import ConfigError
+from headrace.finish import Finisher
+from headrace.memory import BatchMemory
+from headrace.output import Output
+
+Library = Literal["torch", "numpy"]
+
+#: Pieces of memory kept beside those of the batches that are being prefetched: two that the trainer may hold.
+_SPARE = 2
+
+
+class Form:
+    """
+    Args:
+        library: whose arrays are handed out.
+        output: dtype, layout, mean and std.
+        height, width: of a picture.
+        batch_size: rows of a full batch.
+        prefetch: batches kept ready.
+
+    Raises:
+        ConfigError: bfloat16 without torch.
+    """
+
+    def __init__(
+        self, library: Library, output: Output, *, height: int, width: int, batch_size: int, prefetch: int
+    ) -> None:
+        if library == "numpy" and output.dtype == "bfloat16":
+            raise ConfigError("dtype: bfloat16 is unknown to NumPy; use output='torch', or dtype float16 or float32")
+        self.output = output
+        self._torch = import_torch() if library == "torch" else None
+        self._finisher = Finisher(output, height, width)
+        self._memory = BatchMemory(batch_size * self._finisher.row_bytes, idle=prefetch + _SPARE)
+        self.finish = self._finisher.finish
+
+    def allocate(self, rows: int) -> NDArray[Any]:
+        """Memory for the pictures of a batch of at most `batch_size` rows, as `finish` takes it."""
+        return self._finisher.rows(self._memory.take(), rows)
+
+    def make(self, draft: Draft, epoch: int) -> Batch:
+        """The batch of a draft that misses nothing; rows that are not to be kept close up."""
+        images, labels, indices, valid = draft.images, draft.labels, draft.indices, draft.valid
+        if not draft.keep.all():
+            images = images[: _close_up(images, draft.keep)]
+            labels, indices, valid = labels[draft.keep], indices[draft.keep], valid[draft.keep]
+        return Batch(
+            images=self._wrap(images),
+            labels=labels if self._torch is None else self._torch.from_numpy(labels),
+            indices=indices,
+            valid=valid,
+            epoch=epoch,
+            step=draft.step,
+            rejects=tuple(draft.rejects[row] for row in sorted(draft.rejects)),
+        )
+
+    def _wrap(self, images: NDArray[Any]) -> Any:
+        swap = self.output.layout == "channels_last"
+        if self._torch is None:
+            return images.transpose(0, 3, 1, 2) if swap else images
+        tensor = self._torch.from_numpy(images)
+        if self.output.dtype == "bfloat16":
+            tensor = tensor.view(self._torch.bfloat16)
+        return tensor.permute(0, 3, 1, 2) if swap else tensor
+
+
+def import_torch() -> ModuleType:
+    """
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise ConfigError(
+            f"output='torch' needs torch ({error}): pip install 'headrace[torch]', or use output='numpy'"
+        ) from None
+    return torch
+
+
+def library(name: str) -> Library:
+    """
+    Raises:
+        ConfigError: an unknown name.
+    """
+    for known in get_args(Library):
+        if name == known:
+            return name  # type: ignore[return-value]
+    raise ConfigError(f"output: {name!r} is not one of {', '.join(get_args(Library))}")
+
+
+def _close_up(images: NDArray[Any], keep: NDArray[np.bool_]) -> int:
+    """Move the kept rows to the front, in order; how many they are."""
+    edges = np.flatnonzero(np.diff(keep, prepend=False, append=False))
+    end = 0
+    for first, last in edges.reshape(-1, 2):
+        size = int(last - first)
+        if first != end:
+            images[end : end + size] = images[first:last]
+        end += size
+    return end

@@ -1,0 +1,461 @@
+"""The Loader: an iterable over the batches of this rank, epoch after epoch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar, cast, get_args
+
+from headrace.assembly import REPLACEMENTS, Assembly, Counts, OnBadSample
+from headrace.batch import Batch
+from headrace.connect import socket_path
+from headrace.draws import uniforms
+from headrace.engine import Engine, Locate
+from headrace.errors import ConfigError, StateError
+from headrace.form import Form, import_torch, library
+from headrace.private import PrivateDaemon
+from headrace.rank import resolve
+from headrace.steps import LastBatch, Steps
+
+log = logging.getLogger(__name__)
+
+#: Bad pictures of an epoch that are logged one by one; the rest is counted.
+_LOGGED = 10
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """What `stats` tells of an epoch; `rows` were handed out, `waited` and `spent` are seconds."""
+
+    counts: Counts = field(default_factory=Counts)
+    rows: int = 0
+    waited: float = 0.0
+    spent: float = 0.0
+
+
+class Loader:
+    """Batches from a daemon, for this rank.
+
+    `for images, labels in loader` is one epoch, the next `for` the next one. `iter()` begins nothing; a batch counts
+    once `next()` has returned it; `break` ends the epoch; an error from `next()` leaves the position where it was.
+    Each `next()` waits at most `timeout` seconds without any progress.
+
+    Args:
+        source: a daemon's address, `ipc://PATH`; or a YAML file's path, a mapping or a `headrace.Config`, for which a
+            private daemon is started or joined.
+        stream: its name; not needed where there is just one.
+        batch_size: rows of a batch of one rank.
+        rank, world_size: both or none: then from `torch.distributed`, torchrun's or Slurm's environment, looked at
+            when they are first needed.
+        last_batch: `drop`, `partial` or `pad`; by default `partial` for one rank and `pad` for several.
+        on_bad_sample: `skip`, `replace`, `mask` or `raise`; by default the stream's.
+        max_bad: share of this rank's positions that may be bad before an epoch ends with an error, from 17 on; by
+            default the stream's.
+        dtype: `uint8`, `float16`, `bfloat16` or `float32`; layout: `NCHW`, `NHWC` or `channels_last`; mean, std: per
+            channel; by default the stream's `output`.
+        output: `torch` or `numpy`.
+        device: None or `cpu`.
+        prefetch: batches kept ready.
+        transport: `auto` or `shm`.
+        exact: refuse pictures that another renderer made than the one the daemon named first.
+        timeout: seconds.
+
+    Raises:
+        ConfigError: an argument, or the configuration, is wrong.
+        DatasetError: the samples cannot be listed.
+        ConnectionLost: no daemon listens at the address.
+        DeadlineError: it does not answer.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        stream: str | None = None,
+        batch_size: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        last_batch: str | None = None,
+        on_bad_sample: str | None = None,
+        max_bad: float | None = None,
+        dtype: str | None = None,
+        layout: str | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        output: str = "torch",
+        device: Any = None,
+        prefetch: int = 2,
+        transport: str = "auto",
+        exact: bool = False,
+        timeout: float = 60.0,
+    ) -> None:
+        if device is not None and str(device) != "cpu":
+            raise ConfigError(f"device: {device} is not available yet; use None or 'cpu', and batch.to(device)")
+        if transport == "tcp":
+            raise ConfigError("transport: tcp is not available yet; use 'auto' or 'shm'")
+        _among("transport", transport, ("auto", "shm"))
+        self.batch_size = _whole("batch_size", batch_size, 1)
+        self._prefetch = _whole("prefetch", prefetch, 0)
+        if last_batch is not None:
+            _among("last_batch", last_batch, get_args(LastBatch))
+        if on_bad_sample is not None:
+            _among("on_bad_sample", on_bad_sample, get_args(OnBadSample))
+        if max_bad is not None and not 0 <= max_bad <= 1:
+            raise ConfigError(f"max_bad: {max_bad} must be from 0 to 1")
+        if not timeout > 0:
+            raise ConfigError(f"timeout: {timeout} must be more than 0 seconds")
+        kind = library(output)
+        if kind == "torch":
+            import_torch()
+        if rank is not None or world_size is not None:
+            resolve(rank, world_size)
+        self._rank = (rank, world_size)
+        self._last_batch = cast(LastBatch | None, last_batch)
+        self._steps: Steps | None = None
+
+        locate, self._address = _locate(source)
+        self._engine = Engine(locate, stream, timeout=timeout, exact=exact)
+        self._finalizer = weakref.finalize(self, self._engine.close)
+        try:
+            welcome = self._engine.welcome
+            self._welcome = welcome
+            self._on_bad_sample = cast(OnBadSample, on_bad_sample or welcome.on_bad_sample)
+            self._max_bad = welcome.max_bad if max_bad is None else float(max_bad)
+            try:
+                form = welcome.output.replaced(dtype=dtype, layout=layout, mean=_triple(mean), std=_triple(std))
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"output: {error}") from None
+            if form.dtype == "uint8" and not mean is std is None:
+                raise ConfigError("dtype uint8 hands out the rendered levels; mean and std need a floating dtype")
+            self._form = Form(
+                kind,
+                form,
+                height=welcome.layout.height,
+                width=welcome.layout.width,
+                batch_size=self.batch_size,
+                prefetch=prefetch,
+            )
+        except BaseException:
+            self.close()
+            raise
+        for notice in welcome.notices:
+            log.warning("stream %s: %s", welcome.stream, notice)
+
+        #: Where the next iteration begins, while there is no assembly.
+        self._state = (0, 0)
+        self._assembly: Assembly | None = None
+        #: Whether the assembly goes on though its iterator has gone: the last `next` ended with an error.
+        self._kept = False
+        self._iterator: weakref.ref[_Batches] | None = None
+        self._epochs: dict[int, _Epoch] = {}
+        self._said_short = False
+
+    # -- what it is -----------------------------------------------------------------------------------------
+
+    @property
+    def stream(self) -> str:
+        """The stream's name."""
+        return self._welcome.stream
+
+    @property
+    def classes(self) -> list[str]:
+        """Names by label; empty where labels are no classes."""
+        return list(self._welcome.classes)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the stream, over all ranks."""
+        return self._welcome.samples
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch for this rank, the same for every rank.
+
+        Raises:
+            ConfigError: `drop` leaves none.
+            StateError: the sources of the rank contradict each other.
+        """
+        return self._settled().count(0)
+
+    @property
+    def remaining(self) -> int:
+        """Batches from here to the end of the epoch."""
+        return self._settled().count(self._position()[1])
+
+    def __repr__(self) -> str:
+        epoch, position = self._position()
+        return f"Loader({self._address!r}, stream={self.stream!r}, epoch={epoch}, position={position})"
+
+    # -- where it stands ------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is of this epoch. Not needed: epochs follow one another.
+
+        The epoch that a loaded state is in keeps its position; any other begins at its beginning.
+        """
+        epoch = _whole("epoch", epoch, 0)
+        live, assembly = self._live(), self._assembly
+        current = self._position()[0]
+        if epoch == current and (assembly is None or live is not None or self._kept or assembly.done):
+            return
+        self._move((epoch, 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where to go on: a few numbers and digests, the same on every rank at the same step."""
+        self._settled()
+        epoch, position = self._position()
+        prints = self._welcome.fingerprints
+        return {
+            "epoch": epoch,
+            "position": position,
+            "samples": self._welcome.samples,
+            "seed": self._welcome.seed,
+            "data": prints.data,
+            "order": prints.order,
+            "pixels": prints.pixels,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken, on any number of ranks. Ends an iteration that is under way.
+
+        Warns if the pictures differ (decoding, transforms or chunk size changed), while the order is the same.
+
+        Raises:
+            StateError: not a state, or one of another order of samples.
+        """
+        welcome, prints = self._welcome, self._welcome.fingerprints
+        try:
+            epoch, position, order = state["epoch"], state["position"], state["order"]
+        except (KeyError, TypeError) as error:
+            raise StateError(f"not a state of a Loader: {error} is missing") from None
+        if order != prints.order:
+            raise StateError(f"the state is of another order of samples: {_difference(state, welcome)}")
+        for name, value, limit in (("epoch", epoch, None), ("position", position, welcome.samples)):
+            if not isinstance(value, int) or value < 0 or (limit is not None and value >= limit):
+                below = "" if limit is None else f" and below {limit}"
+                raise StateError(f"not a state of a Loader: {name} is {value!r}, must be a whole number from 0{below}")
+        if state.get("pixels", prints.pixels) != prints.pixels:
+            warnings.warn(
+                "the state was saved with other pictures: decoding, transforms or chunk size of stream "
+                f"{welcome.stream!r} have changed since; the order of samples is the same",
+                stacklevel=2,
+            )
+        self._move((epoch, position))
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and rates.
+
+        Returns:
+            `transport`; `render_ids`, what has rendered so far; `epochs`, by number: `delivered` (valid rows),
+            `rejected`, `dropped` (positions), `extra` (rows that are not valid), `images_per_s`, and `wait_share`,
+            the time inside `next()` over all time.
+        """
+        return {
+            "transport": self._welcome.transport,
+            "render_ids": sorted(self._engine.render_ids),
+            "epochs": {
+                number: asdict(e.counts)
+                | {
+                    "images_per_s": e.rows / e.spent if e.spent else 0.0,
+                    "wait_share": e.waited / e.spent if e.spent else 0.0,
+                }
+                for number, e in self._epochs.items()
+            },
+        }
+
+    # -- iterating ------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _Batches(self)
+
+    def close(self) -> None:
+        """Leave the daemon; a private one ends with its last Loader. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _settled(self) -> Steps:
+        """Rank and world size are looked up now, and stay."""
+        if self._steps is None:
+            rank, world_size = resolve(*self._rank)
+            last_batch = self._last_batch or ("partial" if world_size == 1 else "pad")
+            self._steps = Steps(self._welcome.samples, self.batch_size, rank, world_size, last_batch)
+        return self._steps
+
+    def _position(self) -> tuple[int, int]:
+        return self._state if self._assembly is None else self._assembly.state
+
+    def _live(self) -> _Batches | None:
+        """The iterator that is under way."""
+        return None if self._iterator is None else self._iterator()
+
+    def _move(self, state: tuple[int, int]) -> None:
+        """End whatever is under way; the next iteration begins there."""
+        assembly, self._assembly, self._iterator, self._kept = self._assembly, None, None, False
+        self._state = state
+        if assembly is not None:
+            self._engine.end(assembly)
+
+    def _begin(self, batches: _Batches) -> Assembly:
+        """The assembly that a new iterator takes from."""
+        if self._live() is not None and not (self._assembly is None or self._assembly.done):
+            raise StateError("two iterators on one Loader are under way: finish or drop the first, or make two Loaders")
+        assembly = self._assembly
+        if assembly is not None and not self._kept:
+            self._move(assembly.state if assembly.done else (assembly.epoch + 1, 0))
+            assembly = None
+        if assembly is None:
+            assembly = self._assemble()
+            self._engine.begin(assembly, self._form)
+            self._assembly = assembly
+        self._iterator, self._kept = weakref.ref(batches), True
+        return assembly
+
+    def _assemble(self) -> Assembly:
+        epoch, start = self._state
+        self._epochs[epoch] = _Epoch()
+        return Assembly(
+            epoch=epoch,
+            start=start,
+            steps=self._settled(),
+            chunk=self._welcome.layout.chunk,
+            prefetch=self._prefetch,
+            on_bad_sample=self._on_bad_sample,
+            max_bad=self._max_bad,
+            allocate=self._form.allocate,
+            uniforms=partial(_replacement_row, self._welcome.seed, epoch),
+            counts=self._epochs[epoch].counts,
+        )
+
+    def _next(self, assembly: Assembly) -> Batch:
+        if assembly.done:
+            self._move(assembly.state)
+            raise StopIteration
+        self._kept = True
+        batch = self._engine.take(assembly)
+        self._kept = False
+        return batch
+
+    def _note(self, batch: Batch, rows: int, waited: float, spent: float) -> None:
+        epoch = self._epochs[batch.epoch]
+        epoch.rows += len(batch.indices)
+        epoch.waited += waited
+        epoch.spent += spent
+        before = epoch.counts.rejected - len(batch.rejects)
+        for reject in batch.rejects[: max(0, _LOGGED - before)]:
+            log.warning("bad picture in epoch %d: %s", batch.epoch, reject)
+        if before < _LOGGED < epoch.counts.rejected:
+            log.warning("more bad pictures in epoch %d are counted in stats(), and named in batch.rejects", batch.epoch)
+        if len(batch.indices) < rows and not self._said_short:
+            self._said_short = True
+            log.warning(
+                "a batch has %d rows instead of %d, because bad pictures are skipped; shapes that vary cost "
+                "recompilation and unequal weights: on_bad_sample 'mask' or 'replace' keep them",
+                len(batch.indices),
+                rows,
+            )
+
+
+class _Batches(Iterator[Batch]):
+    """An iteration over the rest of one epoch; it begins with the first `next`."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._assembly: Assembly | None = None
+        self._finished = False
+        self._since = 0.0
+
+    def __next__(self) -> Batch:
+        loader, entered = self._loader, time.perf_counter()
+        if self._finished:
+            raise StopIteration
+        if self._assembly is None:
+            self._assembly = loader._begin(self)
+            self._since = entered
+        elif loader._assembly is not self._assembly:
+            raise StateError("this iterator was ended by set_epoch or load_state_dict: use a new one")
+        assembly = self._assembly
+        rows = len(assembly.steps.block(assembly.start, assembly.taken))
+        try:
+            batch = loader._next(assembly)
+        except StopIteration:
+            self._finished = True
+            raise
+        left = time.perf_counter()
+        loader._note(batch, rows, left - entered, left - self._since)
+        self._since = left
+        return batch
+
+    def __del__(self) -> None:
+        # `break`: what was asked for is not wanted any more. What an error left goes on with the next iterator.
+        assembly = self._assembly
+        if assembly is not None and self._loader._assembly is assembly and not self._loader._kept:
+            self._loader._engine.end(assembly)
+
+
+def _locate(source: Any) -> tuple[Locate, str]:
+    """How the daemon is found, and what to call it."""
+    if isinstance(source, (list, tuple)):
+        if len(source) != 1:
+            raise ConfigError(f"source: {len(source)} addresses; several are not available yet, give one")
+        (source,) = source
+    if isinstance(source, str) and "://" in source:
+        socket_path(source)
+        return partial(_fixed, source), source
+    return PrivateDaemon(source).address, "private daemon" if not isinstance(source, (str, os.PathLike)) else str(
+        source
+    )
+
+
+def _fixed(address: str, *, timeout: float, stop: int) -> str:
+    return address
+
+
+def _replacement_row(seed: int, epoch: int, position: int) -> Any:
+    return uniforms(seed, epoch, "replace", position, 1, REPLACEMENTS)[0]
+
+
+def _among(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise ConfigError(f"{name}: {value!r} is not a whole number") from None
+    if isinstance(value, bool) or number < least:
+        raise ConfigError(f"{name}: {value!r} must be a whole number from {least} on")
+    return int(number)
+
+
+def _triple(values: Sequence[float] | None) -> tuple[float, ...] | None:
+    return None if values is None else tuple(float(v) for v in values)
+
+
+def _difference(state: Mapping[str, Any], welcome: Any) -> str:
+    """What makes the orders differ, as far as the state tells."""
+    if state.get("samples", welcome.samples) != welcome.samples:
+        return f"it has {state['samples']} samples, the stream {welcome.stream!r} has {welcome.samples}"
+    if state.get("data", welcome.fingerprints.data) != welcome.fingerprints.data:
+        return f"files or labels of the stream {welcome.stream!r} have changed since"
+    if state.get("seed", welcome.seed) != welcome.seed:
+        return f"its seed is {state['seed']}, the stream's {welcome.seed}"
+    if "data" in state and "seed" in state:
+        return "shuffle has changed"
+    return f"its digest is {state['order']}, the stream's {welcome.fingerprints.order}"
