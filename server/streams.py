@@ -110,7 +110,7 @@ class Listing:
                 case Progress(done=done, total=total):
                     self._progress(done, total)
                 case Built(file=file):
-                    self._finish(Index.map(fds[0], None if file is None else Path(file)))
+                    self._finish(Index(fds[0], None if file is None else Path(file)))
                     return
                 case BuildFailed(kind=kind, text=text):
                     self._finish((kind, text))

@@ -35,9 +35,10 @@ log = logging.getLogger(__name__)
 #: Seconds without a finished row after which a worker counts as hung. A row is one picture: reading and decoding the
 #: largest that the default limits let through takes a few seconds.
 HANG_TIMEOUT = 20.0
-#: Workers that end before they are ready, in a row, after which there is no point in waiting for the next.
+#: Workers that end by themselves before they are ready, in a row, after which there is no point in waiting.
 _STARTS = 3
-_BACKOFF = (0.0, 0.2, 1.0, 5.0)
+#: Seconds before the next start, by the number of workers in a row that ended before they were ready.
+_BACKOFF = (0.0, 0.0, 0.2, 1.0, 5.0)
 #: Seconds that workers get to end by themselves when the daemon stops.
 _GRACE = 2.0
 
@@ -122,6 +123,7 @@ class _Worker:
     job: Job | None = None
     seen: bytes = b""  # the statuses of the job's rows when they last changed,
     moved: float = 0.0  # and when that was
+    deaf: float | None = None  # since when its channel is of no use
 
 
 class Supervisor:
@@ -154,7 +156,8 @@ class Supervisor:
         self._streams: dict[int, _Stream] = {}
         self._workers: list[_Worker] = []
         self._again: deque[Job] = deque()
-        self._failed_starts = 0
+        self._short_lives = 0  # of workers, in a row: ended before they were ready,
+        self._failed_starts = 0  # and of these by themselves
         self._next_start = 0.0
         self._stopping = False
 
@@ -172,7 +175,7 @@ class Supervisor:
     @property
     def idle(self) -> bool:
         """Whether `submit` would give the job to a worker at once."""
-        return not self._again and any(w.render_id is not None and w.job is None for w in self._workers)
+        return not self._again and any(w.render_id is not None and w.job is None and w.deaf is None for w in self._workers)
 
     @property
     def busy(self) -> int:
@@ -200,6 +203,8 @@ class Supervisor:
         if not self._stopping and len(self._workers) < self.count and now >= self._next_start:
             self._start_one()
         for worker in self._workers:
+            if worker.deaf is not None and now - worker.deaf > _GRACE:
+                worker.child.kill()
             if worker.job is None:
                 continue
             statuses = self._streams[worker.job.stream].ring.views[worker.job.slot].status.tobytes()
@@ -260,18 +265,19 @@ class Supervisor:
             for frame, _ in channel.receive():
                 self._answered(worker, messages.from_worker.decode(frame))
         except (Closed, ProtocolError, msgspec.DecodeError) as error:
-            # It may have closed its end and live on, or have lost its mind; its slot is free only when it is gone.
+            # It is ending, or has closed its end and lives on, or has lost its mind. Its slot is free only when it is
+            # gone, and `tick` sees to that; killing it now would hide the exit status of one that is ending.
             if not isinstance(error, Closed):
-                log.error("worker %d sends nonsense: killed: %s", worker.child.pid, error)
+                log.error("worker %d sends nonsense: %s", worker.child.pid, error)
             self._loop.unwatch(channel)
-            worker.child.kill()
+            worker.deaf = time.monotonic()
             return
         self._feed()
 
     def _answered(self, worker: _Worker, message: Ready | Rendered | RenderFailed) -> None:
         if isinstance(message, Ready):
             worker.render_id = message.render_id
-            self._failed_starts = 0
+            self._short_lives = self._failed_starts = 0
             self._report(Started(message.render_id))
             return
         job, worker.job = worker.job, None
@@ -303,10 +309,11 @@ class Supervisor:
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         log.warning("worker %d ended by %s%s", worker.child.pid, how, "" if worker.job is None else ", at work")
         if worker.render_id is None:
-            self._failed_starts += 1
+            self._short_lives += 1
+            self._failed_starts += status > 0  # whoever sends a signal does not mean the start
         if worker.job is not None:
             self._take_back(worker.job, how)
-        delay = _BACKOFF[min(self._failed_starts, len(_BACKOFF) - 1)]
+        delay = _BACKOFF[min(self._short_lives, len(_BACKOFF) - 1)]
         self._next_start = time.monotonic() + delay
         if self._failed_starts >= _STARTS:
             self._give_up(f"workers end before they are ready ({how}, {self._failed_starts} times); see the log")
@@ -342,7 +349,7 @@ class Supervisor:
         for worker in self._workers:
             if not self._again:
                 return
-            if worker.render_id is None or worker.job is not None:
+            if worker.render_id is None or worker.job is not None or worker.deaf is not None:
                 continue
             job = self._again.popleft()
             job.part = job.fill.part()

@@ -1,0 +1,264 @@
+"""The command line, `headrace COMMAND`.
+
+Data goes to standard output, unfolded and uncoloured; progress and logs to standard error. Exit status: 0 fine,
+1 found something (not usable), 2 wrong usage or configuration, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from headrace import __version__
+from headrace.errors import ConfigError, HeadraceError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+stderr = Console(stderr=True)
+log = logging.getLogger("headrace")
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="the YAML file", show_default=False)]
+Address = Annotated[str, typer.Argument(metavar="ADDRESS", help="ipc://PATH of a daemon", show_default=False)]
+StreamName = Annotated[str, typer.Argument(metavar="STREAM", help="a stream of the configuration", show_default=False)]
+
+
+def main() -> NoReturn:
+    """The console script: every error that we raise on purpose is one message and an exit status."""
+    try:
+        status = app(standalone_mode=False)
+    except ConfigError as error:
+        sys.exit(_complain(error, 2))
+    except HeadraceError as error:
+        sys.exit(_complain(error, 1))
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except BrokenPipeError:  # `headrace ls … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(0)
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except Exception as error:
+        if not hasattr(error, "show"):
+            raise
+        error.show()  # click's own: wrong usage
+        sys.exit(2)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _complain(error: HeadraceError, status: int) -> int:
+    stderr.print(f"headrace: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return status
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        _out(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="log more")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="and exit")] = False,
+) -> None:
+    """Image batches for training: decoded and augmented here, streamed to the trainers that ask."""
+    level = logging.DEBUG if verbose else logging.INFO
+    if sys.stderr.isatty():
+        handler: logging.Handler = RichHandler(console=stderr, show_path=False)
+        logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
+    else:
+        logging.basicConfig(level=level, format="%(asctime)s %(name)s[%(process)d] %(levelname)s %(message)s")
+
+
+@app.command()
+def serve(config: ConfigFile) -> None:
+    """Run the daemon. Prints `listening on ADDRESS` when clients can come; SIGTERM or Ctrl-C stops it, twice forces."""
+    from headrace.pipeline.spec import Config
+    from headrace.server.listener import Listener, private_folder
+    from headrace.server.service import Service
+
+    loaded = Config.load(config)
+    addresses = loaded.listen or [f"ipc://{private_folder()}/serve-{loaded.key()[:16]}.sock"]
+    with contextlib.ExitStack() as opened:
+        listeners = []
+        for address in addresses:
+            listener = Listener(Path(address.removeprefix("ipc://")), group=loaded.socket.group)
+            opened.callback(listener.close)
+            listeners.append(listener)
+        log.info("the log is this, standard error; process %d", os.getpid())
+        Service(loaded, listeners).run(lambda found: _out(*(f"listening on {address}" for address in found)))
+
+
+@app.command()
+def check(
+    config: ConfigFile,
+    reindex: Annotated[bool, typer.Option("--reindex", help="list the data sets anew")] = False,
+) -> None:
+    """Validate the configuration, list its data sets, and say what would run and why."""
+    from headrace.pipeline.backend import make
+    from headrace.pipeline.dataset import open_index
+    from headrace.pipeline.ledger import Ledger
+    from headrace.pipeline.spec import Config
+    from headrace.server import memory
+    from headrace.workers.cpus import usable_cpus, worker_count
+
+    loaded = Config.load(config)
+    backend = make(loaded.workers.backend)
+    count = worker_count(loaded.workers.processes, private=False)
+    _out(
+        f"backend: {loaded.workers.backend} runs as {backend.render_id}",
+        f"workers: {count} ({usable_cpus()} CPUs may be used)",
+        f"cache: {loaded.cache_folder}",
+    )
+    for name, stream in loaded.streams.items():
+        with _progress(f"listing {name}") as progress:
+            index = open_index(stream.dataset, loaded.cache_folder, reindex=reindex, progress=progress)
+        chunks = -(-len(index) // stream.chunk)
+        need = memory.Need(stream.layout, count, chunks, len(loaded.streams))
+        slots = memory.slots(name, loaded.memory, need, memory.available_bytes())
+        prints = stream.fingerprints(index.data_fingerprint)
+        _out(
+            f"stream {name}: {len(index)} samples, {len(index.classes)} classes, {chunks} chunks of {stream.chunk}; "
+            f"pictures {stream.layout.height}x{stream.layout.width}",
+            f"  memory: {slots} chunks, {slots * stream.layout.stride >> 20} MiB",
+            f"  fingerprints: data {prints.data[:12]}, order {prints.order[:12]}, pixels {prints.pixels[:12]}",
+            *(f"  left out: {notice}" for notice in index.notices),
+            *(f"  not rendered: {index.shown(i)}: {why}" for i, why in Ledger(index).convicted.items()),
+        )
+        index.close()
+    backend.close()
+
+
+@app.command()
+def ls(config: ConfigFile, stream: StreamName) -> None:
+    """List a stream's samples: index, label, path, with tabs between."""
+    from headrace.pipeline.dataset import open_index
+    from headrace.pipeline.spec import Config
+
+    loaded = Config.load(config)
+    name, spec = loaded.stream(stream)
+    with _progress(f"listing {name}") as progress:
+        index = open_index(spec.dataset, loaded.cache_folder, progress=progress)
+    for notice in index.notices:
+        log.warning("left out: %s", notice)
+    for i, label in enumerate(index.labels.tolist()):
+        sys.stdout.write(f"{i}\t{label}\t{index.shown(i)}\n")
+    sys.stdout.flush()
+    index.close()
+
+
+@app.command()
+def show(
+    config: ConfigFile,
+    stream: StreamName,
+    at: Annotated[str, typer.Argument(metavar="EPOCH:POSITION", show_default=False)],
+    number: Annotated[int, typer.Option("-n", min=1, max=4096, help="how many pictures")] = 32,
+    output: Annotated[Path, typer.Option("-o", help="the PNG file to write")] = Path("show.png"),
+) -> None:
+    """Draw the pictures that trainers get from a position of an epoch on."""
+    from headrace.pipeline.dataset import open_index
+    from headrace.pipeline.spec import Config
+    from headrace.server.grid import draw
+
+    loaded = Config.load(config)
+    name, spec = loaded.stream(stream)
+    epoch, position = _position(at)
+    with _progress(f"listing {name}") as progress:
+        index = open_index(spec.dataset, loaded.cache_folder, progress=progress)
+    if position >= len(index):
+        raise ConfigError(f"{at}: an epoch of stream {name!r} has the positions 0 to {len(index) - 1}")
+    lines = draw(spec, index, loaded.workers.backend, epoch, position, number, output)
+    _out(*lines)
+    log.info("wrote %s", output)
+    index.close()
+
+
+def _position(at: str) -> tuple[int, int]:
+    epoch, _, position = at.partition(":")
+    if not (epoch.isascii() and epoch.isdigit() and position.isascii() and position.isdigit()):
+        raise ConfigError(f"{at!r}: must be EPOCH:POSITION, two whole numbers such as 3:1024")
+    return int(epoch), int(position)
+
+
+@app.command()
+def ping(address: Address, timeout: Annotated[float, typer.Option(min=0.001, help="seconds to wait")] = 5.0) -> None:
+    """Ask a daemon whether it is usable."""
+    from headrace.ping import ping as ask
+
+    pong = ask(address, timeout=timeout)
+    streams = ", ".join(
+        f"{name} ({'not listed yet' if samples is None else f'{samples} samples'})"
+        for name, samples in pong.streams.items()
+    )
+    _out(f"headrace {pong.version}, process {pong.pid}, {pong.sessions} sessions; streams: {streams}")
+
+
+@app.command()
+def bench(
+    address: Address,
+    stream: Annotated[str | None, typer.Option(help="which; may be left out where there is one")] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="batches to take, over as many epochs as it needs")] = 200,
+    transport: Annotated[str, typer.Option(help="auto or shm")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Take batches from a daemon as fast as they come, and say how fast that is."""
+    from headrace.server.bench import bench as run
+
+    result = run(address, stream=stream, batch_size=batch_size, steps=steps, transport=transport)
+    if as_json:
+        _out(json.dumps(result.as_dict()))
+    else:
+        _out(*result.sentences())
+
+
+@app.command()
+def demo(
+    data: Annotated[Path | None, typer.Option("--data", help="a folder of class folders with pictures")] = None,
+) -> None:
+    """Serve real photos through a daemon, train a small network on them, print speed, waiting and loss."""
+    from headrace.server.demo import run
+
+    run(data, _out)
+
+
+def _out(*lines: str) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+class _Reporter:
+    def __init__(self, bar: Progress, what: str) -> None:
+        self._bar = bar
+        self._task = bar.add_task(what, total=None)
+
+    def __call__(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total or None)
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[_Reporter]:
+    """A progress bar on standard error, shown only on a terminal and gone when done."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=stderr, transient=True, disable=not sys.stderr.isatty()) as bar:
+        yield _Reporter(bar, what)
+
+
+if __name__ == "__main__":
+    main()
