@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -21,6 +22,13 @@ from headrace.pipeline.spec import Dataset, Decode
 
 log = logging.getLogger(__name__)
 
+_NOT_REGULAR = "it is not a regular file any more"
+_GONE = {
+    errno.ENOENT: "it does not exist any more",
+    errno.ENOTDIR: "it does not exist any more",
+    errno.ELOOP: "it is a link to itself now",
+    errno.ENXIO: _NOT_REGULAR,  # a socket
+}
 _REMEDY = "run `headrace check --reindex`"
 
 
@@ -49,8 +57,10 @@ class FileSource:
         try:
             # O_NONBLOCK: should a FIFO stand there now, opening it must not wait for a writer.
             fd = os.open(self._index.full_path(i), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            raise self._changed(i, "it does not exist any more") from None
+        except OSError as error:
+            if error.errno in _GONE:
+                raise self._changed(i, _GONE[error.errno]) from None
+            raise
         try:
             self._compare(i, os.fstat(fd))
             size = int(self._index.sizes[i])
@@ -67,7 +77,7 @@ class FileSource:
 
     def _compare(self, i: int, now: os.stat_result) -> None:
         if not stat.S_ISREG(now.st_mode):
-            raise self._changed(i, "it is not a regular file any more")
+            raise self._changed(i, _NOT_REGULAR)
         size, mtime_ns = int(self._index.sizes[i]), int(self._index.mtimes_ns[i])
         if now.st_size != size:
             raise self._changed(i, f"size {size} → {now.st_size}")

@@ -268,7 +268,7 @@ class _Walk:
         self._pool = ThreadPoolExecutor(_THREADS, "headrace-index")
         self._tasks: dict[bytes, list[Future[_Files]]] = {}
         self._progress = progress
-        self._reported = 0.0
+        self._reported = (0.0, -1, 0)  # when, and what
         self._found = self._measured = 0
         self._lock = threading.Lock()
 
@@ -316,10 +316,11 @@ class _Walk:
         return files
 
     def _report(self, total: int) -> None:
-        now = time.monotonic()
-        if self._progress and (now - self._reported >= _TICK or self._measured == total):
-            self._reported = now
-            self._progress(self._measured, total)
+        now, done = time.monotonic(), self._measured
+        due = now - self._reported[0] >= _TICK or done == total
+        if self._progress and due and (done, total) != self._reported[1:]:
+            self._reported = now, done, total
+            self._progress(done, total)
 
 
 # -- the listing --------------------------------------------------------------------------------------------

@@ -14,12 +14,14 @@ good while another process builds a newer one. Where no file can be written the 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import mmap
 import os
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +40,8 @@ _HEAD = 48
 _ALIGN = 64
 _META_LIMIT = 1 << 28
 _READ = 1 << 22
+_PARTIAL = ".partial"
+_ABANDONED = 600  # seconds after which nobody is writing a partial file any more
 _STAT_THREADS = 16  # the folders' mtimes are asked for at once: on a network disk each answer takes a round trip
 
 #: A folder modified this recently may be modified again without its mtime moving (a tick of the kernel's clock), so
@@ -231,7 +235,8 @@ class Index:
             OSError: it cannot be written.
         """
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd, partial = tempfile.mkstemp(prefix=f".{file.stem[:16]}.", suffix=".partial", dir=file.parent)
+        _sweep(file)
+        fd, partial = tempfile.mkstemp(prefix=f".{file.stem}.", suffix=_PARTIAL, dir=file.parent)
         try:
             _write_all(fd, listing, key)
             os.rename(partial, file)
@@ -309,6 +314,14 @@ class Index:
             crc = zlib.crc32(data, crc)
             at += len(data)
         return crc == self._checksum
+
+
+def _sweep(file: Path) -> None:
+    """Remove what writers of this file left that were killed; one that is at work is younger."""
+    for partial in file.parent.glob(f".{file.stem}.*{_PARTIAL}"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - partial.stat().st_mtime > _ABANDONED:
+                partial.unlink()
 
 
 def _mtime_ns(folder: bytes) -> int | None:

@@ -33,6 +33,7 @@ from headrace.pipeline.problems import did_you_mean, explain, show
 from headrace.pipeline.transforms import Transform, dump, output_size, parse
 from headrace.pipeline.values import (
     Addresses,
+    Backend,
     ClassNames,
     Extensions,
     Flag,
@@ -183,11 +184,11 @@ class Workers(_Model):
     """Who computes.
 
     Attributes:
-        backend: `auto` takes the best that this machine has.
+        backend: a name of `headrace.pipeline.backend`; `auto` takes the best that this machine has.
         processes: `auto` is one for each CPU that the daemon may use.
     """
 
-    backend: Literal["auto", "pillow"] = "auto"
+    backend: Backend = "auto"
     processes: Processes = "auto"
 
 

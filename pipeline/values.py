@@ -14,6 +14,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer, PlainValidator, ValidationInfo
 
+from headrace.pipeline.backend import resolve
 from headrace.pipeline.problems import show
 
 #: Longest path of a Unix socket; the daemon binds PATH and, for ZeroMQ, PATH.zmq.
@@ -178,6 +179,12 @@ def _check_address(address: str) -> None:
         )
 
 
+def _backend(value: object) -> str:
+    name = _text(value)
+    resolve(name)
+    return name
+
+
 def _processes(value: object) -> int | str:
     if value == "auto":
         return "auto"
@@ -196,4 +203,5 @@ Name = Annotated[str, BeforeValidator(_text)]
 StreamName = Annotated[str, BeforeValidator(_stream_name)]
 Addresses = Annotated[list[str], BeforeValidator(_listen)]
 MemoryValue = Annotated[Memory, PlainValidator(Memory.parse), PlainSerializer(Memory.plain)]
+Backend = Annotated[str, BeforeValidator(_backend)]
 Processes = Annotated[int | str, PlainValidator(_processes)]

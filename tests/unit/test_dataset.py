@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,6 +253,17 @@ def become_fifo(file: Path) -> None:
     os.mkfifo(file)
 
 
+def become_socket(file: Path) -> None:
+    file.unlink()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(file))
+
+
+def become_loop(file: Path) -> None:
+    file.unlink()
+    file.symlink_to(file.name)
+
+
 def become_folder(file: Path) -> None:
     file.unlink()
     file.mkdir()
@@ -272,7 +284,9 @@ def become_dangling(file: Path) -> None:
         (Path.unlink, "it does not exist any more"),
         (become_dangling, "it does not exist any more"),
         (lambda file: shutil.rmtree(file.parent), "it does not exist any more"),
+        (become_socket, "it is not a regular file any more"),
         (become_fifo, "it is not a regular file any more"),
+        (become_loop, "it is a link to itself now"),
         (become_folder, "it is not a regular file any more"),
     ],
 )
@@ -284,6 +298,7 @@ def test_a_file_that_is_not_what_was_indexed_is_an_error_by_name(
     with pytest.raises(DatasetError) as caught:
         source.read(1)
     message = str(caught.value)
+    shutil.rmtree(root)  # a socket file left behind would be taken for a leak
     assert message.startswith(f"{root}/a/2.jpg: changed since it was indexed: ") and says in message
     assert message.endswith("; run `headrace check --reindex`")
 

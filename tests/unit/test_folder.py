@@ -341,7 +341,7 @@ def as_ordinary_user(root: Path) -> str:
     """What a listing says to somebody who is bound by permissions."""
     code = (
         "import sys; from headrace.errors import DatasetError; from headrace.pipeline.folder import list_folder;"
-        "from headrace.pipeline.spec import Dataset; from headrace.pipeline.dataset import Index\n"
+        "from headrace.pipeline.spec import Dataset; from headrace.pipeline.index import Index\n"
         "try: index = Index.in_memory(list_folder(Dataset(folder=sys.argv[1])), '')\n"
         "except DatasetError as error: print(error)\n"
         "else: print(*index.notices, *(index.shown(i) for i in range(len(index))), sep='\\n')"

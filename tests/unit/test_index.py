@@ -144,6 +144,16 @@ def test_a_write_that_fails_leaves_the_older_index_and_nothing_else(
     kept.close()
 
 
+def test_what_a_killed_writer_left_is_removed_and_what_another_one_writes_is_not(tmp_path: Path) -> None:
+    left, busy, other = (tmp_path / name for name in (".x.1.partial", ".x.2.partial", ".y.1.partial"))
+    for file in (left, busy, other):
+        file.touch()
+    os.utime(left, (1, 1))
+    os.utime(other, (1, 1))
+    Index.write(listing(), tmp_path / "x.index", KEY).close()
+    assert not left.exists() and busy.exists() and other.exists()
+
+
 def flip(at: int) -> Callable[[bytes], bytes]:
     return lambda data: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
