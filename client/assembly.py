@@ -8,10 +8,9 @@ therefore it is fetched just once, also when it spans several batches. And what 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import count
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -26,6 +25,9 @@ OnBadSample = Literal["skip", "replace", "mask", "raise"]
 
 #: Other positions that are tried for one bad picture under `replace`.
 REPLACEMENTS = 16
+
+#: Chunks that a prefetched step stands for at least.
+_SMALL = 2
 
 #: Rejects in an epoch that are always tolerated, so that a small data set is not stopped by a few files.
 TOLERATED = 16
@@ -78,10 +80,11 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """A chunk to be fetched, and where its rows go."""
+    """A chunk to be fetched, and where its rows go; `step` is the first batch that needs it."""
 
     chunk: int
-    pieces: list[Piece] = field(default_factory=list)
+    step: int
+    pieces: list[Piece]
 
 
 @dataclass(slots=True)
@@ -101,7 +104,8 @@ class Assembly:
         epoch, start: where it is taken up.
         steps: the cut into batches.
         chunk: C, positions of a chunk.
-        prefetch: batches kept ready; one more is being assembled.
+        prefetch: batches kept ready; one more is being assembled. A step of fewer positions than two chunks counts
+            as a part of a batch: or else one chunk at a time would be asked for, and one worker would be busy.
         on_bad_sample, max_bad: the policy.
         allocate: gives the finished images' memory of a batch, a row per position.
         uniforms: 16 uniform numbers of a position, from the table "replace".
@@ -131,7 +135,7 @@ class Assembly:
         self.ended = False
         self.counts = counts
         self._chunk = chunk
-        self._prefetch = prefetch
+        self._ahead = max(prefetch + 1, prefetch * -(-_SMALL * chunk // steps.stride))
         self._on_bad_sample = on_bad_sample
         self._max_bad = max_bad
         self._limit = max(TOLERATED, max_bad * steps.positions(0))
@@ -139,8 +143,7 @@ class Assembly:
         self._uniforms = uniforms
         self._opened = 0
         self._drafts: dict[int, Draft] = {}
-        self._serial = count()
-        self._queue: list[tuple[int, int, Want]] = []
+        self._queue: list[Want] = []
         self._queued: dict[int, Want] = {}
         self._failed: dict[Want, HeadraceError] = {}
         if self.done:
@@ -156,17 +159,19 @@ class Assembly:
         """
         for step in [step for step in self._drafts if step < self.taken]:
             del self._drafts[step]
-        while self._opened < min(self.count, self.taken + self._prefetch + 1):
+        horizon = self.taken + self._ahead
+        while self._opened < min(self.count, horizon):
             self._open()
-        if not self._queue:
+        # A batch beyond the horizon was opened for one chunk's sake; its other chunks have time.
+        want = min(self._queue, key=attrgetter("step"), default=None)
+        if want is None or want.step >= horizon:
             return None
-        chunk = self._queue[0][2].chunk
-        span = range(chunk * self._chunk, (chunk + 1) * self._chunk)
+        span = range(want.chunk * self._chunk, (want.chunk + 1) * self._chunk)
         while self._opened < self.count and self.steps.block(self.start, self._opened).start in span:
             self._open()
-        want = heapq.heappop(self._queue)[2]
-        if self._queued.get(chunk) is want:
-            del self._queued[chunk]
+        self._queue.remove(want)
+        if self._queued.get(want.chunk) is want:
+            del self._queued[want.chunk]
         return want
 
     def discard(self) -> None:
@@ -178,23 +183,17 @@ class Assembly:
 
     def again(self, wants: Iterable[Want]) -> None:
         """These requests came to nothing: the chunks are wanted again."""
-        for want in wants:
-            self._push(want)
+        self._queue.extend(wants)
 
-    def _push(self, want: Want) -> None:
-        step = min(piece.draft.step for piece in want.pieces)
-        heapq.heappush(self._queue, (step, next(self._serial), want))
-
-    def _add(self, position: int, draft: Draft, row: int, rows: int, tries: int = 0) -> None:
+    def _add(self, position: int, draft: Draft, row: int, size: int, tries: int = 0) -> None:
         """Rows `row` on of the draft come from the chunk of `position`."""
         chunk, first = divmod(position, self._chunk)
         want = self._queued.get(chunk)
-        piece = Piece(draft, row, first, rows, tries)
-        if want is not None:
-            want.pieces.append(piece)
-        else:
-            want = self._queued[chunk] = Want(chunk, [piece])
-            self._push(want)
+        if want is None:
+            want = self._queued[chunk] = Want(chunk, draft.step, [])
+            self._queue.append(want)
+        want.step = min(want.step, draft.step)
+        want.pieces.append(Piece(draft, row, first, size, tries))
 
     def _open(self) -> None:
         positions = self.steps.block(self.start, self._opened)
@@ -306,7 +305,7 @@ class Assembly:
         for want, error in self._failed.items():
             if self.waiting(want):
                 del self._failed[want]
-                self._push(want)
+                self._queue.append(want)
                 raise error
         self._check_rejects(draft)
         if draft.batch is None:
