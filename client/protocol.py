@@ -60,19 +60,40 @@ class Ping(Message, frozen=True, tag=True):
 # -- session, daemon to client ------------------------------------------------------------------------------
 
 
+class StreamStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An open stream, and what it has done since it was opened.
+
+    Attributes:
+        samples: of an epoch.
+        slots: of the ring.
+        computed: chunks that workers rendered; `recomputed` counts those that had been rendered before.
+        delivered: chunks that were leased to a session.
+        failed: chunks that could not be had.
+    """
+
+    samples: Count
+    slots: Count
+    computed: Count
+    recomputed: Count
+    delivered: Count
+    failed: Count
+
+
 class Pong(Message, frozen=True, tag=True):
     """The daemon is usable.
 
     Attributes:
         pid: of the daemon.
         version: of the release it runs.
-        streams: each one's number of samples by its name, None while it is unknown.
+        workers: their processes.
+        streams: by name; None until somebody has asked for the stream and it is open.
         sessions: that it has now.
     """
 
     pid: Count
     version: str
-    streams: dict[str, Count | None]
+    workers: list[Count]
+    streams: dict[str, StreamStatus | None]
     sessions: Count
 
 

@@ -197,8 +197,7 @@ def ping(address: Address, timeout: Annotated[float, typer.Option(min=0.001, hel
 
     pong = ask(address, timeout=timeout)
     streams = ", ".join(
-        f"{name} ({'not listed yet' if samples is None else f'{samples} samples'})"
-        for name, samples in pong.streams.items()
+        f"{name} ({'not open yet' if at is None else f'{at.samples} samples'})" for name, at in pong.streams.items()
     )
     _out(f"headrace {pong.version}, process {pong.pid}, {pong.sessions} sessions; streams: {streams}")
 

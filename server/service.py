@@ -274,11 +274,7 @@ class Service:
 
     def _session_message(self, connection: _Connection, message: Hello | Ping) -> None:
         if isinstance(message, Ping):
-            known = {name: len(host.at.index) if host.at else None for name, host in self._hosts.items()}
-            self._say(
-                connection,
-                Pong(pid=os.getpid(), version=__version__, streams=known, sessions=len(self._sessions)),
-            )
+            self._say(connection, self._pong())
             return
         if connection.host is not None:
             raise ProtocolError("a second Hello on one connection")
@@ -296,6 +292,15 @@ class Service:
             connection.name += f" {message.client}" if message.client else ""
             connection.host.waiting.append(connection)
             self._open(connection.host)
+
+    def _pong(self) -> Pong:
+        return Pong(
+            pid=os.getpid(),
+            version=__version__,
+            workers=self._supervisor.pids,
+            streams={name: host.at.status() if host.at else None for name, host in self._hosts.items()},
+            sessions=len(self._sessions),
+        )
 
     # -- streams ------------------------------------------------------------------------------------------------
 

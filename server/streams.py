@@ -15,7 +15,7 @@ from headrace.errors import ProtocolError
 from headrace.pipeline.index import Index
 from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.spec import Config, Stream
-from headrace.protocol import Fingerprints
+from headrace.protocol import Fingerprints, StreamStatus
 from headrace.server import memory
 from headrace.server.desk import Desk
 from headrace.slots import Ring
@@ -44,6 +44,17 @@ class OpenStream:
     def rows(self, chunk: int) -> int:
         size = self.ring.layout.chunk
         return min(size, len(self.index) - chunk * size)
+
+    def status(self) -> StreamStatus:
+        done = self.desk.counters
+        return StreamStatus(
+            samples=len(self.index),
+            slots=self.ring.slots,
+            computed=done.computed,
+            recomputed=done.recomputed,
+            delivered=done.delivered,
+            failed=done.failed,
+        )
 
     def close(self) -> None:
         self.ring.close()

@@ -28,7 +28,7 @@ DIRECTIONS: dict[str, tuple[Decoder[Any], tuple[type[Message], ...]]] = {
     "ZeroMQ, client to daemon": (protocol.decode_client, get_args(protocol.ClientMessage)),
     "ZeroMQ, daemon to client": (protocol.decode_daemon, get_args(protocol.DaemonMessage)),
 }
-PARTS: tuple[type[Any], ...] = (SlotLayout, protocol.Fingerprints, Output, protocol.RowReject)
+PARTS: tuple[type[Any], ...] = (SlotLayout, protocol.StreamStatus, protocol.Fingerprints, Output, protocol.RowReject)
 
 by_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
@@ -169,7 +169,8 @@ SOME: dict[type[Message], st.SearchStrategy[Message]] = {
         protocol.Pong,
         pid=counts,
         version=names,
-        streams=st.dictionaries(names, st.none() | counts, max_size=3),
+        workers=st.lists(counts, max_size=3),
+        streams=st.dictionaries(names, st.none() | st.builds(protocol.StreamStatus, *[counts] * 6), max_size=3),
         sessions=counts,
     ),
     protocol.Indexing: st.builds(protocol.Indexing, stream=names, done=counts, total=counts),
