@@ -221,7 +221,7 @@ def _resample(image: Image.Image, box: Box, width: int, height: int, interpolati
     x0, y0, x1, y1 = box
     if width * (y1 - y0) <= max(_MAX_BETWEEN, height * (x1 - x0)):
         return image.resize((width, height), resample, box)
-    # Pillow goes across first, which makes a giant of a very tall picture: go down first, on the columns needed.
+    # Pillow before 13 goes across first, which makes a giant of a very tall picture: go down first.
     margin = math.ceil(reach * max((x1 - x0) / width, 1.0)) + 1
     first, last = max(0, math.floor(x0) - margin), min(image.width, math.ceil(x1) + margin)
     down = image.resize((last - first, height), resample, (first, y0, last, y1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,7 +115,7 @@ def pillow_quiet(max_pixels: int) -> Iterator[None]:
     limit = Image.MAX_IMAGE_PIXELS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Image.MAX_IMAGE_PIXELS = max_pixels  # an error only from twice that on
+        Image.MAX_IMAGE_PIXELS = max_pixels / 2  # type: ignore[assignment]  # it warns from there on, refuses at twice
         try:
             yield
         finally:
@@ -153,7 +154,8 @@ def _not_decoded(data: bytes, what: str) -> str:
 
 def _broken(kind: str, data: bytes, error: Exception, max_pixels: int) -> str:
     if isinstance(error, Image.DecompressionBombError):
-        return f"{kind} of more than {2 * max_pixels} pixels, over the limit of {max_pixels} (decode: max_pixels)"
+        pixels = "".join(re.findall(r"\d+(?= pixels\) exceeds)", str(error)))
+        return f"{kind} of {pixels} pixels, over the limit of {max_pixels} (decode: max_pixels)"
     if kind == "JPEG" and (why := jpeg.unsupported(data)):
         return why
     why = str(error) or type(error).__name__

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -62,3 +64,14 @@ def corners(pixels: NDArray[np.uint8]) -> list[tuple[int, ...]]:
     """Colours in the middle of the four quadrants: top left, top right, bottom left, bottom right."""
     h, w = pixels.shape[0] // 4, pixels.shape[1] // 4
     return [tuple(int(v) for v in pixels[y, x]) for y in (h, 3 * h) for x in (w, 3 * w)]
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    """A chunk of a PNG."""
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def with_chunk(png: bytes, kind: bytes, content: bytes, before: bytes) -> bytes:
+    """The PNG with one chunk more, before the first of another kind."""
+    at = png.find(before) - 4
+    return png[:at] + chunk(kind, content) + png[at:]

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from pictures import chunk, encode, exif, noise, with_chunk
+from PIL import Image
+
+from headrace.pipeline import png
+
+
+def made(height: int, width: int, depth: int, colour: int, pixels: bytes, interlaced: int = 0) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlaced)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
+
+
+def test_chunks_are_found_in_order() -> None:
+    kinds = [kind for kind, _ in png.chunks(encode(noise(8, 8)))]
+    assert kinds[0] == b"IHDR" and b"IDAT" in kinds and kinds[-1] == b"IEND"
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+@pytest.mark.parametrize("size", [(1, 1), (7, 13), (64, 96)])
+def test_whole_pictures_miss_nothing(mode: str, size: tuple[int, int]) -> None:
+    picture = Image.fromarray(np.zeros(size, np.uint16)) if mode == "I;16" else noise(*size).convert(mode)
+    assert not png.missing_pixels(encode(picture))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 63])
+def test_a_row_less_is_missed(rows: int) -> None:
+    whole = (b"\0" + bytes(96 * 3)) * 64
+    assert not png.missing_pixels(made(64, 96, 8, 2, whole))
+    assert png.missing_pixels(made(64, 96, 8, 2, whole[: rows * (1 + 96 * 3)]))
+    assert png.missing_pixels(made(64, 96, 8, 2, whole[:-1]))
+
+
+@pytest.mark.parametrize(
+    "height, width, depth, size", [(8, 8, 8, 79), (1, 1, 8, 2), (5, 3, 8, 25), (3, 5, 1, 14), (1, 2, 8, 4)]
+)
+def test_interlaced_pictures_are_counted_by_their_passes(height: int, width: int, depth: int, size: int) -> None:
+    # 8x8: passes of 1x1, 1x1, 1x2, 2x2, 2x4, 4x4, 4x8 (rows x columns), each row with a filter byte: 64 + 15.
+    assert not png.missing_pixels(made(height, width, depth, 0, bytes(size), 1))
+    assert png.missing_pixels(made(height, width, depth, 0, bytes(size - 1), 1))
+
+
+def test_pixels_in_several_chunks_are_one_stream() -> None:
+    stream = zlib.compress(bytes(17 * 8))
+    data = made(8, 16, 8, 0, b"")
+    start, end = data.find(b"IDAT") - 4, data.find(b"IEND") - 4
+    parts = b"".join(chunk(b"IDAT", stream[i : i + 3]) for i in range(0, len(stream), 3))
+    assert not png.missing_pixels(data[:start] + parts + data[end:])
+
+
+def test_exif_after_the_pixels_is_found_and_nothing_else() -> None:
+    content = exif(6).tobytes()
+    data = encode(noise(8, 8))
+    assert png.exif_after_pixels(with_chunk(data, b"eXIf", content[6:], before=b"IEND")) == content
+    assert png.exif_after_pixels(data) is None
+    assert png.exif_after_pixels(data + b"eXIf") is None
