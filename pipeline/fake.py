@@ -40,7 +40,7 @@ class FakeBackend:
             begin(i)
             verdict = _behave(picture.data)
             if verdict is None:
-                where = params.box[i].tobytes() + bytes([params.mirror_x[i], params.mirror_y[i]])
+                where = params.box[i].tobytes() + bytes([int(params.mirror_x[i]), int(params.mirror_y[i])])
                 digest = blake2b(picture.data + where, digest_size=48).digest()
                 # One colour per row, so that a row out of place shows.
                 colours = np.frombuffer(digest, np.uint8).reshape(16, 3)

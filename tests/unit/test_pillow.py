@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from pictures import BLUE, GREEN, RED, YELLOW, chunk, corners, encode, exif, noise, quadrants, stored
 from PIL import Image, ImageChops
-from torchvision_shim import transforms as torchvision_transforms
+from torchvision_shim import torchvision
 
 from headrace.pipeline import pillow, png
 from headrace.pipeline.pillow import PillowBackend
@@ -86,7 +86,7 @@ def test_at_its_own_size_a_picture_is_shown_as_stored(format: str) -> None:
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos"])
 @pytest.mark.parametrize("height, width", [(300, 400), (400, 300), (64, 64), (40, 90), (31, 37)])
 def test_pillow_parity_with_torchvision_of_resize_and_center_crop(height: int, width: int, interpolation: str) -> None:
-    t = torchvision_transforms()
+    t = torchvision("transforms")
     mode = t.InterpolationMode(interpolation)
     picture = noise(height, width)
     for size, crop in ((64, 56), (64, 64), (32, 48), (50, (20, 60))):
@@ -98,7 +98,7 @@ def test_pillow_parity_with_torchvision_of_resize_and_center_crop(height: int, w
 
 
 def test_pillow_parity_with_torchvision_of_random_resized_crop_inside_its_border() -> None:
-    t = torchvision_transforms()
+    t = torchvision("transforms")
     picture = noise(300, 400)
     for position in range(40):
         chain = [RandomResizedCrop(64)]
@@ -138,7 +138,7 @@ def test_a_padded_picture_is_black_around_and_exact_inside() -> None:
 
 
 def test_a_picture_padded_after_resizing_is_as_torchvision_pads_it() -> None:
-    t = torchvision_transforms()
+    t = torchvision("transforms")
     picture = noise(30, 41)
     theirs = t.CenterCrop(50)(t.Resize(20)(picture))
     ours = show(encode(picture), [Resize(20), CenterCrop(50)])

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from pydantic import ValidationError
-from torchvision_shim import transforms as torchvision_transforms
+from torchvision_shim import torchvision
 
 from headrace.draws import uniforms
 from headrace.pipeline.transforms import (
@@ -61,7 +61,7 @@ def test_sizes_are_positional_as_in_torchvision() -> None:
 
 
 def test_defaults_are_those_of_torchvision() -> None:
-    t = torchvision_transforms()
+    t = torchvision("transforms")
     theirs, ours = t.RandomResizedCrop(224), RandomResizedCrop(224)
     assert (ours.scale, ours.ratio, ours.interpolation) == (theirs.scale, theirs.ratio, theirs.interpolation.value)
     assert Resize(5).interpolation == t.Resize(5).interpolation.value
@@ -283,7 +283,7 @@ def test_the_parameters_never_change() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 224, 256, 500])
 def test_resize_parity_of_sizes_with_torchvision(size: int) -> None:
-    t = torchvision_transforms()
+    t = torchvision("transforms")
     for height, width in SIZES:
         if max(height, width) * size > 10**6 * min(height, width):
             continue  # torchvision would really make it
@@ -300,7 +300,7 @@ def _geometry(height: int, width: int) -> Any:
 
 @pytest.mark.parametrize("size", [1, 4, 5, (3, 8), (8, 3), 9])
 def test_center_crop_parity_with_torchvision_to_the_pixel(size: Any) -> None:
-    t = torchvision_transforms()
+    t = torchvision("transforms")
     for height, width in ((5, 5), (4, 7), (7, 4), (10, 10), (1, 1), (3, 12)):
         # Each pixel knows its place, and black is 0.
         source = np.arange(1, height * width + 1, dtype=np.uint8).reshape(height, width)
@@ -341,7 +341,7 @@ def torch_reads(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_random_resized_crop_parity_with_torchvision_given_the_same_numbers(options: Any, torch_reads: Any) -> None:
-    t = torchvision_transforms()
+    t = torchvision("transforms")
     ours, theirs = RandomResizedCrop(8, **options), t.RandomResizedCrop(8, **options)
     sizes = [(853, 1280), (500, 375), (64, 64), (20, 300), (300, 20)] * 40
     boxes = planned([ours], sizes, seed=9).box
@@ -382,7 +382,7 @@ def test_random_resized_crop_always_cuts_at_least_a_pixel_inside(height: int, wi
 
 def flips(transform: Transform, torch_transform: Any, torch_reads: Any) -> None:
     """The same numbers flip the same pictures."""
-    t = torchvision_transforms()
+    t = torchvision("transforms")
     params = planned([transform, CenterCrop(2)], [(2, 2)] * 200, seed=6)
     rows = uniforms(6, 0, transform.name, 0, 200, 1)
     source = Image.fromarray(np.array([[1, 2], [3, 4]], np.uint8))
@@ -395,11 +395,11 @@ def flips(transform: Transform, torch_transform: Any, torch_reads: Any) -> None:
 
 
 def test_random_horizontal_flip_parity_with_torchvision(torch_reads: Any) -> None:
-    flips(RandomHorizontalFlip(0.3), torchvision_transforms().RandomHorizontalFlip(0.3), torch_reads)
+    flips(RandomHorizontalFlip(0.3), torchvision("transforms").RandomHorizontalFlip(0.3), torch_reads)
 
 
 def test_random_vertical_flip_parity_with_torchvision(torch_reads: Any) -> None:
-    flips(RandomVerticalFlip(0.7), torchvision_transforms().RandomVerticalFlip(0.7), torch_reads)
+    flips(RandomVerticalFlip(0.7), torchvision("transforms").RandomVerticalFlip(0.7), torch_reads)
 
 
 @pytest.mark.parametrize("p, expected", [(0.0, 0), (1.0, 100)])
