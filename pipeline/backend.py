@@ -31,7 +31,7 @@ class Backend(Protocol):
         """Render `pictures[i]` by row `i` of `params` into `out[i]`.
 
         Args:
-            pictures: are used up.
+            pictures: their images are taken; each can be rendered once.
             params: one row per picture.
             out: uint8 (height, width, 3) each, RGB; whatever stood there is overwritten, of a bad picture with black.
             begin: called with `i` just before picture `i` is worked on, so that whoever finds the process dead knows

@@ -82,8 +82,6 @@ class PillowBackend:
             else:
                 target[...] = np.asarray(_show(image, picture, params, i))
                 verdicts.append(None)
-            finally:
-                picture.image.close()  # the pixels of a chunk at full size would be held until its end
         return verdicts
 
     def close(self) -> None:
@@ -91,19 +89,21 @@ class PillowBackend:
 
 
 def decode(picture: Picture) -> Image.Image:
-    """All pixels as stored (orientation not applied), of mode L or RGB.
+    """All pixels as stored (orientation not applied), of mode L or RGB. Takes the picture's image.
 
     Raises:
         BadPicture: (stage "decode") the data are damaged or incomplete.
     """
-    image = picture.image
+    image = picture.take()
     size = image.size
+    # TIFF lists its strips or tiles; other formats may well fill a part of their canvas only.
+    tiles = {tile.extents for tile in image.tile} if picture.format == "TIFF" else set()
     try:
         with pillow_quiet(size[0] * size[1]):
             image.load()
             if image.size != size:
                 raise ValueError(f"the pixels are {image.size[0]}x{image.size[1]}, the header said {size[0]}x{size[1]}")
-            if missing := _missing(image, picture):
+            if missing := _missing(image, picture) or _uncovered(size, tiles):
                 raise ValueError(missing)
             return _to_grey_or_rgb(image, picture)
     # Whatever a decoder raises for some content is a verdict on that content, and content is all there is here.
@@ -134,6 +134,11 @@ def _missing(image: Image.Image, picture: Picture) -> str | None:
         if suspect and png.missing_pixels(picture.data):
             return "PNG whose data end before the picture does"
     return None
+
+
+def _uncovered(size: tuple[int, int], tiles: set[tuple[int, int, int, int] | None]) -> str | None:
+    covered = [(x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in filter(None, tiles)]
+    return "TIFF with fewer strips or tiles than the picture needs" if 0 < sum(covered) < size[0] * size[1] else None
 
 
 def _to_grey_or_rgb(image: Image.Image, picture: Picture) -> Image.Image:

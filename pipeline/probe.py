@@ -17,6 +17,7 @@ from PIL import (  # noqa: F401
     GifImagePlugin,
     IcoImagePlugin,
     Image,
+    ImageFile,
     Jpeg2KImagePlugin,
     JpegImagePlugin,
     MpoImagePlugin,
@@ -59,15 +60,15 @@ class BadPicture(Exception):
 
 @dataclass(slots=True)
 class Picture:
-    """An encoded picture that has been looked at. A backend uses it up: render it once.
+    """An encoded picture that has been looked at.
 
     Attributes:
         data: the whole file.
         format: as Pillow names it, such as "JPEG" or "MPO".
         height: in pixels, after the orientation.
         width: likewise.
-        orientation: EXIF's 1 to 8, what is still to be done to `image` once it is loaded.
-        image: opened, not loaded.
+        orientation: EXIF's 1 to 8, what is still to be done to the image once it is loaded.
+        image: opened, not loaded; None once it was taken.
     """
 
     data: bytes
@@ -75,7 +76,16 @@ class Picture:
     height: int
     width: int
     orientation: int
-    image: Image.Image
+    image: ImageFile.ImageFile | None
+
+    def take(self) -> ImageFile.ImageFile:
+        """The opened image, once. Decoding fills it, and the pixels of a whole chunk at full size are too many to keep:
+        with whoever took it goes the memory.
+        """
+        image, self.image = self.image, None
+        if image is None:
+            raise ValueError("the picture was taken already: probe its bytes again")
+        return image
 
 
 def probe(data: bytes, decode: Decode) -> Picture:

@@ -110,7 +110,7 @@ def test_the_row_of_a_slot_may_be_a_view(backend: Backend) -> None:
 def test_no_pictures_are_no_verdicts(backend: Backend) -> None:
     some = opened(jpegs(1))
     none = params(some).take(np.array([], np.int64))
-    some[0].image.close()
+    some[0].take().close()
     assert backend.render([], none, [], lambda i: None) == []
 
 

@@ -21,7 +21,7 @@ from headrace.pipeline.spec import Decode
 
 def look(data: bytes, **limits: Any) -> Picture:
     picture = probe(data, Decode(**limits))
-    picture.image.close()
+    picture.take().close()
     return picture
 
 
@@ -137,7 +137,7 @@ def test_the_pixels_are_not_decoded() -> None:
     data = encode(noise(64, 96))
     picture = probe(data[: data.find(b"IDAT") + 10], Decode())
     assert picture.height == 64
-    picture.image.close()
+    picture.take().close()
 
 
 def test_no_warning_escapes_whatever_the_filters() -> None:
@@ -195,5 +195,12 @@ def test_reading_goes_no_further_than_the_bytes() -> None:
     data = encode(noise(8, 8))
     picture = probe(data, Decode())
     assert picture.data is data
-    assert isinstance(getattr(picture.image, "fp", None), io.BytesIO)
-    picture.image.close()
+    with picture.take() as image:
+        assert isinstance(image.fp, io.BytesIO)
+
+
+def test_an_image_is_taken_once() -> None:
+    picture = probe(encode(noise(8, 8)), Decode())
+    picture.take().close()
+    with pytest.raises(ValueError, match="taken already"):
+        picture.take()
