@@ -78,7 +78,7 @@ class PillowBackend:
                 image = decode(picture)
             except BadPicture as bad:
                 target[...] = 0
-                verdicts.append(bad)
+                verdicts.append(bad.with_traceback(None))
             else:
                 target[...] = np.asarray(_show(image, picture, params, i))
                 verdicts.append(None)
@@ -94,21 +94,27 @@ def decode(picture: Picture) -> Image.Image:
     Raises:
         BadPicture: (stage "decode") the data are damaged or incomplete.
     """
+    try:
+        return _decode(picture)
+    # Whatever a decoder raises for some content is a verdict on that content, and content is all there is here.
+    except Exception as error:
+        reason = _reason(picture, error)
+    # Raised out here, because an exception keeps the frames it came through, and they the pixels.
+    raise BadPicture("decode", reason)
+
+
+def _decode(picture: Picture) -> Image.Image:
     image = picture.take()
     size = image.size
     # TIFF lists its strips or tiles; other formats may well fill a part of their canvas only.
     tiles = {tile.extents for tile in image.tile} if picture.format == "TIFF" else set()
-    try:
-        with pillow_quiet(size[0] * size[1]):
-            image.load()
-            if image.size != size:
-                raise ValueError(f"the pixels are {image.size[0]}x{image.size[1]}, the header said {size[0]}x{size[1]}")
-            if missing := _missing(image, picture) or _uncovered(size, tiles):
-                raise ValueError(missing)
-            return _to_grey_or_rgb(image, picture)
-    # Whatever a decoder raises for some content is a verdict on that content, and content is all there is here.
-    except Exception as error:
-        raise BadPicture("decode", _reason(picture, error)) from error
+    with pillow_quiet(size[0] * size[1]):
+        image.load()
+        if image.size != size:
+            raise ValueError(f"the pixels are {image.size[0]}x{image.size[1]}, the header said {size[0]}x{size[1]}")
+        if missing := _missing(image, picture) or _uncovered(size, tiles):
+            raise ValueError(missing)
+        return _to_grey_or_rgb(image, picture)
 
 
 def _reason(picture: Picture, error: Exception) -> str:
@@ -123,8 +129,8 @@ def _missing(image: Image.Image, picture: Picture) -> str | None:
         if why := jpeg.missing_parts(picture.data):
             return why
         # Where its data end early libjpeg leaves the rest mid-grey. So may be a picture: does more data change it?
-        corner = image.getpixel((width - 1, height - 1))
-        if corner in (128, (128, 128, 128)):
+        corner = image.crop((width - 1, height - 1, width, height)).tobytes()
+        if set(corner) <= {127, 128}:  # 127 where inks are inverted
             longer = JpegImageFile(io.BytesIO(jpeg.with_more_data(picture.data)), b"")
             if ImageChops.difference(image, longer).getbbox():
                 return "JPEG whose data end before the picture does"

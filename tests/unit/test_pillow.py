@@ -306,10 +306,11 @@ def test_pillow_bad_input_that_was_cut_off_is_a_reject_when_progressive(share: f
     assert rejected(data[: int(len(data) * share)])
 
 
-def test_pillow_bad_input_closed_after_a_cut_is_a_reject() -> None:
-    data = encode(noise(64, 96), "JPEG")
-    for share in (0.5, 0.7, 0.9):
-        assert rejected(data[: int(len(data) * share)] + b"\xff\xd9") == "JPEG whose data end before the picture does"
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_pillow_bad_input_closed_after_a_cut_is_a_reject(mode: str, share: float) -> None:
+    data = encode(noise(64, 96).convert(mode), "JPEG")
+    assert rejected(data[: int(len(data) * share)] + b"\xff\xd9") == "JPEG whose data end before the picture does"
 
 
 def test_a_grey_corner_alone_is_no_sign_of_damage() -> None:
@@ -371,6 +372,8 @@ def test_a_verdict_names_the_format_and_the_reason() -> None:
     params = plan([RandomResizedCrop(8)], 0, 0, 0, np.array([64]), np.array([64]))
     [verdict] = PillowBackend().render([picture], params, [out], lambda i: None)
     assert verdict is not None and verdict.stage == "decode"
+    # It would keep the pixels of the picture alive.
+    assert verdict.__traceback__ is None and verdict.__context__ is None
     assert re.match(r"JPEG: image file is truncated", verdict.reason)
 
 
