@@ -16,7 +16,7 @@ from typing import Protocol
 
 from headrace.errors import DatasetError
 from headrace.pipeline.folder import Progress, list_folder, real_root
-from headrace.pipeline.index import VERSION, Index, Listing
+from headrace.pipeline.index import VERSION, Index, Listing, shown
 from headrace.pipeline.probe import BadPicture
 from headrace.pipeline.spec import Dataset, Decode
 
@@ -161,9 +161,8 @@ def open_index(
         _refuse_inside(file, root)
         return Index.write(listing, file, key)
     except OSError as error:
-        listing.notices.append(
-            f"the index is kept in memory only, and built again at each start: {cache_dir}: {error.strerror or error}"
-        )
+        reason = f"{shown(os.fsencode(cache_dir))}: {error.strerror or error}"
+        listing.notices.append(f"the index is kept in memory only, and built again at each start: {reason}")
         return Index.in_memory(listing, key)
 
 
@@ -173,7 +172,7 @@ def _cached(file: Path, key: str) -> Index | None:
         return None
     if (folder := index.changed_folder()) is None:
         return index
-    log.info("%s has changed since the data set was indexed", os.fsdecode(folder))
+    log.info("%s has changed since the data set was indexed", shown(folder))
     index.close()
     return None
 

@@ -60,9 +60,9 @@ def read(path: str | os.PathLike[str]) -> Document:
         ConfigError: the file cannot be read, is empty, is not YAML, repeats a key, or is no mapping. Every repeated
             key is named, a line each.
     """
-    name = os.fspath(path)
+    name = os.fspath(path).encode("utf-8", "backslashreplace").decode()  # messages are to be encodable
     try:
-        with open(name, "rb") as file:
+        with open(path, "rb") as file:
             text = file.read(_MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name}: cannot read the configuration: {_reason(error)}") from error

@@ -233,7 +233,8 @@ class Config(_Model):
             raise ConfigError(
                 f"a configuration is a YAML file's path, a mapping or a Config, not {type(source).__name__}"
             )
-        return _checked(cls, None, document.read(source))
+        read = document.read(source)
+        return _checked(cls, read.data, read, Path(source).absolute().parent)
 
     @property
     def cache_folder(self) -> Path:
@@ -270,12 +271,8 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
-def _checked(model: type[M], data: Any, read: Document | None = None) -> M:
-    context = None
-    if read is not None:
-        data = read.data
-        context = {"base": Path(read.name).absolute().parent}
+def _checked(model: type[M], data: Any, read: Document | None = None, base: Path | None = None) -> M:
     try:
-        return model.model_validate(data, context=context)
+        return model.model_validate(data, context={"base": base})
     except ValidationError as error:
         raise ConfigError(explain(model, error, read)) from None

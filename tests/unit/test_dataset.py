@@ -181,7 +181,7 @@ def test_an_index_that_cannot_be_written_lies_in_memory_with_a_notice(
     opened: Callable[..., Index], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (home / "file").touch()
-    below_a_file = opened(home / "file/cache")
+    below_a_file = opened(home / "file/cache\udcff")
     with monkeypatch.context() as patch:
 
         def full(*args: object) -> None:
@@ -194,6 +194,7 @@ def test_an_index_that_cannot_be_written_lies_in_memory_with_a_notice(
         assert index.file is None and index.path(1) == b"a/2.jpg"
         (notice,) = index.notices
         assert notice.startswith("the index is kept in memory only") and notice.endswith(reason)
+        notice.encode()
         elsewhere = Index.map(os.dup(index.fd))
         assert elsewhere.notices == [notice]
         elsewhere.close()

@@ -100,3 +100,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, says: st
 def test_an_endless_file_is_not_read_to_its_end() -> None:
     with pytest.raises(ConfigError, match="larger than 1048576 bytes"):
         document.read("/dev/zero")
+
+
+def test_a_file_of_any_name_is_read_and_can_be_named(tmp_path: Path) -> None:
+    file = tmp_path / "\udcff.yaml"
+    file.write_text("a: [")
+    with pytest.raises(ConfigError, match="not a YAML text") as caught:
+        document.read(file)
+    assert str(caught.value).encode().startswith(bytes(tmp_path) + rb"/\xff.yaml, line 1")

@@ -131,10 +131,12 @@ def test_the_layout_has_the_chunk_and_the_size_of_the_chain() -> None:
 def test_paths_in_a_file_are_relative_to_it_and_others_to_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep/headrace.yaml").write_text(YAML)
     monkeypatch.chdir(tmp_path)
-    assert Config.load("deep/headrace.yaml").streams["train"].dataset.folder == tmp_path / "deep/data/train"
+    for name in ("deep", "\udcff"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "headrace.yaml").write_text(YAML)
+        loaded = Config.load(f"{name}/headrace.yaml")
+        assert loaded.streams["train"].dataset.folder == tmp_path / name / "data/train"
     assert Dataset(folder="data").folder == tmp_path / "data"
     assert config(cache_dir="cache").cache_folder == tmp_path / "cache"
 
