@@ -60,7 +60,7 @@ def read(path: str | os.PathLike[str]) -> Document:
         ConfigError: the file cannot be read, is empty, is not YAML, repeats a key, or is no mapping. Every repeated
             key is named, a line each.
     """
-    name = os.fspath(path).encode("utf-8", "backslashreplace").decode()  # messages are to be encodable
+    name = os.fsencode(path).decode("utf-8", "backslashreplace")  # messages are to be encodable
     try:
         with open(path, "rb") as file:
             text = file.read(_MAX_BYTES + 1)
