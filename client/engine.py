@@ -217,10 +217,11 @@ class Engine:
 
     def _turn(self) -> None:
         self._switch()
-        if self._session is None and self._assembly is not None and self._failure is None:
-            self._return()
         if self._session is None:
-            self._sleep(None)
+            if self._assembly is not None and self._failure is None:
+                self._return()
+            else:
+                self._sleep(None)
             return
         self._ask()
         messages, lost = self._session.wait(self._wake)

@@ -1,0 +1,241 @@
+"""Real daemons and trainers for tests: processes to be started, killed and asked."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trainer import whole_lines
+
+from headrace.ping import ping
+from headrace.pipeline.backend import make
+from headrace.pipeline.dataset import open_index
+from headrace.pipeline.render import ChunkRenderer
+from headrace.pipeline.spec import Config
+from headrace.protocol import Pong, StreamStatus
+from headrace.slots import Ring, Status
+
+_TRAINER = Path(__file__).with_name("trainer.py")
+_START_TIMEOUT = 60.0
+
+
+def stream(folder: Path, *, chunk: int = 4, size: int = 32, **more: Any) -> dict[str, Any]:
+    """The description of a stream with everything random switched on."""
+    transforms = [{"random_resized_crop": {"size": size}}, "random_horizontal_flip"]
+    return {"dataset": {"folder": str(folder)}, "shuffle": True, "chunk": chunk, "transforms": transforms, **more}
+
+
+class Daemon:
+    """`headrace serve` on a configuration of one or more streams.
+
+    Args:
+        folder: for its files.
+        slots: of each ring; None for the default memory.
+    """
+
+    def __init__(
+        self, folder: Path, streams: dict[str, Any], *, workers: int = 2, slots: int | None = None, name: str = "d"
+    ) -> None:
+        self.address = f"ipc://{folder}/{name}.sock"
+        self.config = folder / f"{name}.yaml"
+        self.log = folder / f"{name}.log"
+        memory = {} if slots is None else {"memory": f"{slots} slots"}
+        document = {"listen": self.address, "workers": {"processes": workers}, "streams": streams, **memory}
+        self.config.write_text(yaml.safe_dump(document))
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Daemon:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "headrace.server", "serve", str(self.config)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], _START_TIMEOUT)
+        line = self.process.stdout.readline() if ready else b""
+        assert line == f"listening on {self.address}\n".encode(), (line, self.log.read_text())
+        return self
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def ping(self) -> Pong:
+        return ping(self.address, timeout=20.0)
+
+    def status(self, name: str = "train") -> StreamStatus:
+        status = self.ping().streams[name]
+        assert status is not None
+        return status
+
+    def kill(self) -> None:
+        """Without any warning."""
+        assert self.process is not None and self.process.stdout is not None
+        self.process.kill()
+        self.process.wait(30)
+        self.process.stdout.close()
+        self.process = None
+
+    def stop(self) -> int:
+        """As a service manager does; its exit status."""
+        if self.process is None:
+            return 0
+        assert self.process.stdout is not None
+        self.process.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        status = self.process.wait(30)
+        self.process.stdout.close()
+        self.process = None
+        return status
+
+    def __enter__(self) -> Daemon:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class Trainer:
+    """A trainer process; `record` is what it got, across all its lives."""
+
+    def __init__(self, source: str, record: Path, **options: Any) -> None:
+        self.record = record
+        self._command = [sys.executable, str(_TRAINER), source, str(record)]
+        for option, value in options.items():
+            self._command += [f"--{option.replace('_', '-')}", str(value)]
+        self._log = record.with_suffix(".log")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Trainer:
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, stderr=log, start_new_session=True)
+        return self
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(30)
+
+    def wait(self, timeout: float = 90.0) -> Trainer:
+        """For its end, which must be a good one."""
+        assert self.process is not None
+        assert self.process.wait(timeout) == 0, self._log.read_text()[-4000:]
+        return self
+
+    @property
+    def batches(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in whole_lines(self.record)]
+
+    def rows(self) -> list[tuple[int, int, str]]:
+        """`(index, label, digest of the picture)` of every valid row, in the order of their delivery."""
+        return [
+            row
+            for batch in self.batches
+            for row, valid in zip(
+                zip(batch["indices"], batch["labels"], batch["pictures"], strict=True), batch["valid"], strict=True
+            )
+            if valid
+        ]
+
+    def __enter__(self) -> Trainer:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.running:
+            self.kill()
+
+
+@dataclass
+class Truth:
+    """What an epoch must be: rendered in this process, without any daemon."""
+
+    config: Path
+    cache: Path
+    name: str = "train"
+    _epochs: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
+
+    def rows(self, epoch: int) -> list[tuple[int, int, str]]:
+        """`(index, label, digest)` by position, rejects left out."""
+        if epoch not in self._epochs:
+            self._epochs[epoch] = self._render(epoch)
+        return self._epochs[epoch]
+
+    def _render(self, epoch: int) -> list[tuple[int, int, str]]:
+        spec = Config.load(self.config).streams[self.name]
+        index = open_index(spec.dataset, self.cache)
+        backend = make("auto")
+        renderer = ChunkRenderer(spec, index, backend)
+        ring = Ring.create(spec.layout, 1)
+        view = ring.views[0]
+        rows = []
+        for chunk in range(renderer.chunks):
+            renderer.render(epoch, chunk, view)
+            for row in range(renderer.rows(chunk)):
+                if view.status[row] == Status.OK:
+                    digest = hashlib.sha256(view.images[row]).hexdigest()[:16]
+                    rows.append((int(view.indices[row]), int(view.labels[row]), digest))
+        del view
+        ring.close()
+        backend.close()
+        index.close()
+        return rows
+
+
+def merged(trainers: list[Trainer]) -> list[tuple[int, int, str]]:
+    """The valid rows of all ranks in the order of the epoch: step after step, rank after rank."""
+    steps = zip(*(trainer.batches for trainer in trainers), strict=True)
+    rows = []
+    for step in steps:
+        for batch in step:
+            rows += [
+                (i, label, picture)
+                for i, label, picture, valid in zip(
+                    batch["indices"], batch["labels"], batch["pictures"], batch["valid"], strict=True
+                )
+                if valid
+            ]
+    return rows
+
+
+def at_work(pid: int) -> bool:
+    """Whether the process computes, or waits for a disk, at this moment."""
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in "RD"
+    return False
+
+
+def until(done: Any, what: str, timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not done():
+        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
+        time.sleep(0.02)
+
+
+def signal_(pid: int, number: signal.Signals) -> None:
+    """To a process that may have ended meanwhile."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,85 @@
+"""A trainer that writes down what it gets: `python trainer.py SOURCE RECORD [options]`.
+
+SOURCE is an address or a YAML file. One JSON line per batch goes to RECORD, with a digest of each picture and the
+state after the batch. A record that exists is gone on with: from the last whole line's state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from headrace import Batch, Loader
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("source")
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--last-batch", default=None)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--prefetch", type=int, default=2)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of pretended training per batch")
+    parser.add_argument("--steps", type=int, default=None, help="end after so many batches of this run")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    lines = whole_lines(args.record)
+    args.record.write_bytes(b"".join(lines))
+    with (
+        Loader(
+            args.source,
+            batch_size=args.batch_size,
+            rank=args.rank,
+            world_size=args.world_size,
+            last_batch=args.last_batch,
+            prefetch=args.prefetch,
+            output="numpy",
+            dtype="uint8",
+            layout="NHWC",
+        ) as loader,
+        args.record.open("ab") as record,
+    ):
+        if lines:
+            loader.load_state_dict(json.loads(lines[-1])["state"])
+        taken = 0
+        while loader.state_dict()["epoch"] < args.epochs:
+            for batch in loader:
+                record.write(json.dumps(described(batch, loader.state_dict())).encode() + b"\n")
+                record.flush()
+                taken += 1
+                if taken == args.steps:
+                    return
+                time.sleep(args.pause)
+
+
+def described(batch: Batch, state: dict[str, Any]) -> dict[str, Any]:
+    images, labels = batch
+    return {
+        "epoch": batch.epoch,
+        "step": batch.step,
+        "indices": batch.indices.tolist(),
+        "labels": labels.tolist(),
+        "valid": batch.valid.tolist(),
+        "pictures": [hashlib.sha256(image).hexdigest()[:16] for image in images],
+        "rejects": [[reject.index, reject.position, reject.stage] for reject in batch.rejects],
+        "state": state,
+    }
+
+
+def whole_lines(record: Path) -> list[bytes]:
+    """A line that a kill cut short is none."""
+    if not record.exists():
+        return []
+    return [line for line in record.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+if __name__ == "__main__":
+    main()
