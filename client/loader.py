@@ -156,6 +156,8 @@ class Loader:
         #: Whether the assembly goes on though its iterator has gone: the last `next` ended with an error.
         self._kept = False
         self._iterator: weakref.ref[_Batches] | None = None
+        #: Number of the iterator that has begun last.
+        self._turn = 0
         self._epochs: dict[int, _Epoch] = {}
         self._said_short = False
 
@@ -303,6 +305,10 @@ class Loader:
         """The iterator that is under way."""
         return None if self._iterator is None else self._iterator()
 
+    def _owns(self, batches: _Batches, assembly: Assembly) -> bool:
+        """Whether this iterator is the one that takes from what is under way."""
+        return self._assembly is assembly and batches.turn == self._turn
+
     def _move(self, state: tuple[int, int]) -> None:
         """End whatever is under way; the next iteration begins there."""
         assembly, self._assembly, self._iterator, self._kept = self._assembly, None, None, False
@@ -312,9 +318,10 @@ class Loader:
 
     def _begin(self, batches: _Batches) -> Assembly:
         """The assembly that a new iterator takes from."""
-        if self._live() is not None and not (self._assembly is None or self._assembly.done):
-            raise StateError("two iterators on one Loader are under way: finish or drop the first, or make two Loaders")
         assembly = self._assembly
+        # An iterator that an error came out of may live on in the error's traceback: it is no rival.
+        if assembly is not None and self._live() is not None and not (assembly.done or self._kept):
+            raise StateError("two iterators on one Loader are under way: finish or drop the first, or make two Loaders")
         if assembly is not None and not self._kept:
             self._move(assembly.state if assembly.done else (assembly.epoch + 1, 0))
             assembly = None
@@ -323,6 +330,8 @@ class Loader:
             self._engine.begin(assembly, self._form)
             self._assembly = assembly
         self._iterator, self._kept = weakref.ref(batches), True
+        self._turn += 1
+        batches.turn = self._turn
         return assembly
 
     def _assemble(self) -> Assembly:
@@ -378,6 +387,7 @@ class _Batches(Iterator[Batch]):
         self._assembly: Assembly | None = None
         self._finished = False
         self._since = 0.0
+        self.turn = 0
 
     def __next__(self) -> Batch:
         loader, entered = self._loader, time.perf_counter()
@@ -386,8 +396,8 @@ class _Batches(Iterator[Batch]):
         if self._assembly is None:
             self._assembly = loader._begin(self)
             self._since = entered
-        elif loader._assembly is not self._assembly:
-            raise StateError("this iterator was ended by set_epoch or load_state_dict: use a new one")
+        elif not loader._owns(self, self._assembly):
+            raise StateError("this iterator was ended by set_epoch, load_state_dict or another one: use a new one")
         assembly = self._assembly
         rows = len(assembly.steps.block(assembly.start, assembly.taken))
         try:
@@ -403,7 +413,7 @@ class _Batches(Iterator[Batch]):
     def __del__(self) -> None:
         # `break`: what was asked for is not wanted any more. What an error left goes on with the next iterator.
         assembly = self._assembly
-        if assembly is not None and self._loader._assembly is assembly and not self._loader._kept:
+        if assembly is not None and self._loader._owns(self, assembly) and not self._loader._kept:
             self._loader._engine.end(assembly)
 
 
