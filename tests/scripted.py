@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -64,12 +65,20 @@ def index_of(position: int, samples: int) -> int:
     return samples - 1 - position
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 class ScriptedDaemon:
     """Serves until it is closed; a context manager.
 
     Attributes:
         behave: decides about each GET; called in the daemon's thread.
         gets, hellos: what came, in order.
+        sessions: the token of each.
         leases: deliveries that were not released.
         cancelled: the requests that Cancel named.
     """
@@ -100,6 +109,7 @@ class ScriptedDaemon:
         self.behave = behave
         self.gets: list[Get] = []
         self.hellos: list[Hello] = []
+        self.sessions: dict[Channel, bytes] = {}
         self.leases: dict[tuple[bytes, int], int] = {}
         self.cancelled: list[int] = []
         self.render_id = render_id
@@ -117,7 +127,6 @@ class ScriptedDaemon:
             "max_bad": max_bad, "notices": list(notices),
         }  # fmt: skip
         self._channels: dict[int, Channel] = {}
-        self._tokens: dict[Channel, bytes] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path.unlink(missing_ok=True)
         self._listener.bind(str(path))
@@ -146,6 +155,10 @@ class ScriptedDaemon:
             assert not self._thread.is_alive()
             os.close(self._stop)
             self._stop = -1
+
+    def wait_released(self) -> None:
+        """Until no delivery is leased any more."""
+        wait_until(lambda: not self.leases)
 
     @property
     def asked(self) -> list[tuple[int, int]]:
@@ -201,7 +214,7 @@ class ScriptedDaemon:
         return True
 
     def _welcome(self, channel: Channel) -> None:
-        token = self._tokens[channel] = secrets.token_bytes(16)
+        token = self.sessions[channel] = secrets.token_bytes(16)
         fd = self._ring.read_only_fd()
         welcome = Welcome(
             pid=os.getpid(), token=token, endpoint=f"{self.address}.zmq", transport="shm", stream="train",
@@ -212,14 +225,14 @@ class ScriptedDaemon:
         os.close(fd)
 
     def _end(self, channel: Channel) -> None:
-        token = self._tokens.pop(channel, b"")
+        token = self.sessions.pop(channel, b"")
         for key in [key for key in self.leases if key[0] == token]:
             self._free.append(self.leases.pop(key))
         channel.close()
 
     def _hear(self, identity: bytes, data: bytes) -> None:
         message = decode_client(data)
-        if message.token not in self._tokens.values():
+        if message.token not in self.sessions.values():
             self._send(identity, Unknown(token=message.token))
         elif isinstance(message, Release):
             self._free.append(self.leases.pop((message.token, message.request)))

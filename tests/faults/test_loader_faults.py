@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted import Do, ScriptedDaemon, index_of, level
+from scripted import Do, ScriptedDaemon, index_of, level, wait_until
 
 from headrace import Loader
 from headrace.errors import (
@@ -74,7 +74,7 @@ def test_a_slot_that_was_reused_is_never_handed_out_but_asked_for_again(socket_f
     with ScriptedDaemon(socket_file, behave=once(Do.OLD_GENERATION, 4)) as daemon, open_loader(daemon) as loader:
         check_epoch(loader, 0)
         assert daemon.asked.count((0, 4)) == 2
-    assert daemon.leases == {}
+        daemon.wait_released()
 
 
 def test_rows_that_were_never_rendered_are_an_error_and_no_picture(socket_file: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_daemon_that_is_started_again_is_asked_for_what_is_still_missing(socke
             assert len(second.asked) < 10
             loader.load_state_dict(state)
             check_epoch(loader, 0, first=8)
-        assert second.leases == {}
+            second.wait_released()
 
 
 def test_a_daemon_that_stays_away_is_lost_after_the_timeout_and_may_come_back(socket_file: Path) -> None:
@@ -194,7 +194,7 @@ def test_another_renderer_is_logged_and_refused_where_exact_is_asked_for(
             daemon.render_id = "script/2"
             with pytest.raises(RenderMismatch, match="script/2 instead of script/1"):
                 list(batches)
-    assert daemon.leases == {}
+        daemon.wait_released()
 
 
 # -- handshake ----------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_a_forked_child_is_refused_and_does_not_keep_the_parents_session(socket_
 import os, sys, time
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from pathlib import Path
-from scripted import ScriptedDaemon
+from scripted import ScriptedDaemon, wait_until
 from headrace import Loader
 from headrace.errors import StateError
 with ScriptedDaemon(Path({str(socket_file)!r})) as daemon:
@@ -310,10 +310,7 @@ with ScriptedDaemon(Path({str(socket_file)!r})) as daemon:
     assert "made before a fork" in said, said
     assert sum(len(b.indices) for b in batches) == 32  # the parent goes on
     loader.close()
-    deadline = time.monotonic() + 10
-    while daemon._tokens:  # the session ends although the child lives
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not daemon.sessions)  # the session ends although the child lives
     os.write(go[1], b"x")
     assert os.waitpid(child, 0)[1] == 0
 sys.stdout.write("fine")
@@ -338,10 +335,7 @@ next(batches)
 """
     with ScriptedDaemon(socket_file, slots=2) as daemon:
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
-        deadline = time.monotonic() + 10
-        while daemon._tokens:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not daemon.sessions)
     assert "Fatal" not in done.stderr
     assert done.returncode == {"pass": 0, "raise SystemExit(3)": 3}.get(ending, -signal.SIGINT)
 
@@ -405,7 +399,7 @@ def test_two_clients_that_each_want_more_than_the_ring_both_finish(socket_file: 
         for thread in threads:
             thread.join(30)
         assert totals == [SAMPLES, SAMPLES]
-    assert daemon.leases == {}
+        daemon.wait_released()
 
 
 def test_a_thousand_kept_batches_need_no_descriptors(socket_file: Path) -> None:

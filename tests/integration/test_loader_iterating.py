@@ -7,14 +7,13 @@ import json
 import logging
 import pickle
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from scripted import Do, ScriptedDaemon, index_of, level
+from scripted import Do, ScriptedDaemon, index_of, level, wait_until
 
 from headrace import Loader
 from headrace.batch import Batch
@@ -52,13 +51,6 @@ def check(batch: Batch, positions: list[int], epoch: int = 0, samples: int = SAM
     assert (batch.images[batch.valid] == levels[:, None, None, None]).all()
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_an_epoch_delivers_every_position_once_in_order(serve: Serve) -> None:
     daemon = serve()
     with open_loader(daemon) as loader:
@@ -83,8 +75,7 @@ def test_every_lease_is_released(serve: Serve) -> None:
     with open_loader(daemon, batch_size=17) as loader:
         for _ in range(3):
             assert sum(len(b.indices) for b in loader) == SAMPLES
-    daemon.close()
-    assert daemon.leases == {}
+    daemon.wait_released()
 
 
 def test_iter_begins_nothing(serve: Serve) -> None:
@@ -120,8 +111,7 @@ def test_late_chunks_of_a_broken_epoch_are_released_and_never_handed_out(serve: 
                 check(batch, list(range(8)), epoch)
                 break
         assert [b.epoch for b in loader] == [6] * 5
-    daemon.close()
-    assert daemon.leases == {}
+    daemon.wait_released()
 
 
 def test_two_live_iterators_are_an_error(serve: Serve) -> None:
