@@ -42,16 +42,27 @@ class Daemon:
     Args:
         folder: for its files.
         slots: of each ring; None for the default memory.
+        group: who may connect beside the user.
     """
 
     def __init__(
-        self, folder: Path, streams: dict[str, Any], *, workers: int = 2, slots: int | None = None, name: str = "d"
+        self,
+        folder: Path,
+        streams: dict[str, Any],
+        *,
+        workers: int = 2,
+        slots: int | None = None,
+        group: str | None = None,
+        name: str = "d",
     ) -> None:
         self.address = f"ipc://{folder}/{name}.sock"
         self.config = folder / f"{name}.yaml"
         self.log = folder / f"{name}.log"
-        memory = {} if slots is None else {"memory": f"{slots} slots"}
-        document = {"listen": self.address, "workers": {"processes": workers}, "streams": streams, **memory}
+        document = {"listen": self.address, "workers": {"processes": workers}, "streams": streams}
+        if slots is not None:
+            document["memory"] = f"{slots} slots"
+        if group is not None:
+            document["socket"] = {"group": group}
         self.config.write_text(yaml.safe_dump(document))
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -1,0 +1,119 @@
+"""Several trainers on one stream: computed once, nobody waits for anybody, only the invited come in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from service import Daemon, Trainer, Truth, stream
+
+from headrace import Loader
+
+
+def test_trainers_of_different_batch_sizes_that_keep_pace_compute_each_chunk_once(
+    many: Callable[[int], Path], home: Path
+) -> None:
+    with Daemon(home, {"train": stream(many(600))}) as daemon:
+        trainers = [
+            Trainer(daemon.address, home / f"{size}.jsonl", batch_size=size, epochs=2).start()
+            for size in (5, 16, 33, 64)
+        ]
+        for trainer in trainers:
+            trainer.wait()
+        status = daemon.status()
+    assert (status.computed, status.recomputed) == (300, 0)
+    assert status.delivered == 4 * 300  # and each fetched each once, though their batches cut chunks
+    truth = Truth(daemon.config, home / "cache")
+    for trainer in trainers:
+        assert trainer.rows() == truth.rows(0) + truth.rows(1)
+
+
+def test_in_step_even_the_smallest_ring_but_one_computes_each_chunk_once(
+    many: Callable[[int], Path], home: Path
+) -> None:
+    """Four Loaders in one process take turns by position, so that none is ahead by more than a batch."""
+    sizes = (4, 8, 12, 16)
+    with Daemon(home, {"train": stream(many(480))}, slots=4) as daemon:
+        loaders = [
+            Loader(daemon.address, batch_size=size, prefetch=0, output="numpy", dtype="uint8", rank=0, world_size=1)
+            for size in sizes
+        ]
+        batches = [iter(loader) for loader in loaders]
+        rows = [0] * len(loaders)
+        while any(count < 480 for count in rows):
+            behind = rows.index(min(rows))
+            rows[behind] += len(next(batches[behind]).indices)
+        for loader in loaders:
+            loader.close()
+        status = daemon.status()
+    assert status.computed == 120 + status.recomputed
+    assert status.delivered == 4 * 120
+
+
+def test_two_trainers_whose_batches_are_larger_than_the_ring_finish(many: Callable[[int], Path], home: Path) -> None:
+    with Daemon(home, {"train": stream(many(600))}, slots=4) as daemon:
+        trainers = [
+            Trainer(daemon.address, home / f"{size}.jsonl", batch_size=size, epochs=2).start() for size in (300, 257)
+        ]
+        for trainer in trainers:
+            trainer.wait()
+    truth = Truth(daemon.config, home / "cache")
+    for trainer in trainers:
+        assert trainer.rows() == truth.rows(0) + truth.rows(1)
+
+
+def test_a_trainer_that_comes_late_gets_the_whole_epoch(many: Callable[[int], Path], home: Path) -> None:
+    with Daemon(home, {"train": stream(many(400))}, slots=5) as daemon:
+        with Trainer(daemon.address, home / "first.jsonl", steps=12) as first:
+            first.wait()
+        with Trainer(daemon.address, home / "late.jsonl", batch_size=10) as late:
+            late.wait()
+    assert late.rows() == Truth(daemon.config, home / "cache").rows(0)
+
+
+def test_streams_of_one_daemon_do_not_mix(many: Callable[[int], Path], home: Path) -> None:
+    streams = {"train": stream(many(200)), "val": stream(many(80), shuffle=False, seed=5, size=48)}
+    with Daemon(home, streams) as daemon:
+        for name, count in (("train", 200), ("val", 80)):
+            with Loader(daemon.address, stream=name, batch_size=32, output="numpy", rank=0, world_size=1) as loader:
+                assert sum(len(batch.indices) for batch in loader) == count
+        with pytest.raises(Exception, match="'train', 'val'|train, val"):
+            Loader(daemon.address, batch_size=1, output="numpy")
+
+
+_TRY = """
+import sys
+from headrace.ping import ping
+try:
+    ping(sys.argv[1], timeout=5)
+except Exception as error:
+    print(type(error).__name__, error)
+else:
+    print("welcome")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")
+def test_another_user_is_not_let_in_and_a_member_of_the_group_is(many: Callable[[int], Path], home: Path) -> None:
+    import grp
+
+    group = next(g for g in grp.getgrall() if g.gr_gid not in (0, 65534))
+    open_folder = home / "open"
+    open_folder.mkdir(mode=0o755)
+    home.chmod(0o755)
+
+    def knock(daemon: Daemon, *identity: str) -> str:
+        # Without its capabilities, but still able to read this installation, wherever it lies.
+        drop = ["setpriv", *identity, "--clear-groups", "--bounding-set=-all,+dac_read_search", "--inh-caps=-all"]
+        command = [*drop, sys.executable, "-c", _TRY, daemon.address]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+
+    with Daemon(open_folder, {"train": stream(many(8))}, name="closed") as daemon:
+        assert knock(daemon, "--reuid=65534", "--regid=65534").startswith("ConnectionLost")
+    with Daemon(open_folder, {"train": stream(many(8))}, name="group", group=group.gr_name) as daemon:
+        assert knock(daemon, "--reuid=65534", f"--regid={group.gr_gid}") == "welcome\n"
+        assert knock(daemon, "--reuid=65534", "--regid=65534").startswith("ConnectionLost")
