@@ -135,7 +135,7 @@ def _understand(line: bytes, complaints: IO[bytes]) -> str:
     except (ValueError, TypeError, KeyError):
         complaints.seek(0)
         said = complaints.read()[-2000:].decode(errors="replace").strip()
-        error = HeadraceError(f"the private daemon could not be started: {said or line!r}")
+        error = HeadraceError(f"the private daemon could not be started: {said or repr(line)}")
     raise error
 
 
@@ -145,8 +145,3 @@ def _plain(value: Any) -> Any:
     if callable(plain := getattr(value, "plain", None)):
         return plain()
     raise TypeError(f"{value!r} of type {type(value).__name__}")
-
-
-def is_address(source: Any) -> bool:
-    """Whether a string is an address rather than a path."""
-    return isinstance(source, str) and "://" in source
