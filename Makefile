@@ -8,7 +8,7 @@ PIP := PYTHONWARNINGS='ignore:Editable installation' .venv/bin/pip
 EDITABLE := --no-build-isolation --config-settings editable_mode=strict --editable
 SOURCES := $(sort $(wildcard $(addsuffix /*.py,client pipeline workers server)))
 
-.PHONY: demo test check soak clean env-demo env-dev
+.PHONY: demo test check soak bench clean env-demo env-dev
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -26,6 +26,11 @@ check: env-dev
 
 soak: env-dev
 	.venv/bin/pytest -m soak -o faulthandler_timeout=0
+	.venv/bin/python benchmarks/epochs.py
+
+# On a machine that does nothing else: each says whether what it claims holds, and all of them run.
+bench: env-dev
+	@status=0; for name in versus_dataloader shared_stream; do .venv/bin/python benchmarks/$$name.py || status=1; done; exit $$status
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage*
