@@ -332,7 +332,7 @@ class Assembly:
             raise TooManyRejects(
                 f"{rejected} bad pictures in epoch {self.epoch}, more than {TOLERATED} and more than max_bad="
                 f"{self._max_bad} of the {self.steps.positions(0)} positions of rank {self.steps.rank}{last}. Other "
-                "ranks may be waiting for this one. List them with `headrace verify`, or raise max_bad"
+                "ranks may be waiting for it. The log and batch.rejects name them: mend the files, or raise max_bad"
             )
         if self._on_bad_sample == "raise" and draft.rejects and draft.batch is not None:
             reject = draft.rejects[min(draft.rejects)]

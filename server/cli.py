@@ -1,15 +1,17 @@
 """The command line, `headrace COMMAND`.
 
-Data goes to standard output, unfolded and uncoloured; progress and logs to standard error. Exit status: 0 fine,
-1 found something (not usable), 2 wrong usage or configuration, 130 Ctrl-C.
+Data goes to standard output, unfolded, uncoloured and in UTF-8; progress and logs to standard error. Exit status:
+0 fine, 1 found something (not usable), 2 wrong usage or configuration, 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,8 @@ StreamName = Annotated[str, typer.Argument(metavar="STREAM", help="a stream of t
 
 def main() -> NoReturn:
     """The console script: every error that we raise on purpose is one message and an exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # a listing is the same in every locale
     try:
         status = app(standalone_mode=False)
     except ConfigError as error:
@@ -96,7 +100,11 @@ def serve(config: ConfigFile) -> None:
             opened.callback(listener.close)
             listeners.append(listener)
         log.info("the log is this, standard error; process %d", os.getpid())
-        Service(loaded, listeners).run(lambda found: _out(*(f"listening on {address}" for address in found)))
+        stopped_by = Service(loaded, listeners).run(
+            lambda found: _out(*(f"listening on {address}" for address in found))
+        )
+    if stopped_by == signal.SIGINT:
+        raise typer.Exit(130)
 
 
 @app.command()
@@ -132,7 +140,7 @@ def check(
             f"pictures {stream.layout.height}x{stream.layout.width}",
             f"  memory: {slots} chunks, {slots * stream.layout.stride >> 20} MiB",
             f"  fingerprints: data {prints.data[:12]}, order {prints.order[:12]}, pixels {prints.pixels[:12]}",
-            *(f"  left out: {notice}" for notice in index.notices),
+            *(f"  {notice}" for notice in index.notices),
             *(f"  not rendered: {index.shown(i)}: {why}" for i, why in Ledger(index).convicted.items()),
         )
         index.close()
@@ -150,7 +158,7 @@ def ls(config: ConfigFile, stream: StreamName) -> None:
     with _progress(f"listing {name}") as progress:
         index = open_index(spec.dataset, loaded.cache_folder, progress=progress)
     for notice in index.notices:
-        log.warning("left out: %s", notice)
+        log.warning("%s", notice)
     for i, label in enumerate(index.labels.tolist()):
         sys.stdout.write(f"{i}\t{label}\t{index.shown(i)}\n")
     sys.stdout.flush()
@@ -187,6 +195,8 @@ def _position(at: str) -> tuple[int, int]:
     epoch, _, position = at.partition(":")
     if not (epoch.isascii() and epoch.isdigit() and position.isascii() and position.isdigit()):
         raise ConfigError(f"{at!r}: must be EPOCH:POSITION, two whole numbers such as 3:1024")
+    if max(len(epoch), len(position)) > 18:  # digits; every such number fits into 63 bits
+        raise ConfigError(f"{at!r}: there is no such epoch or position, the largest is {10**18 - 1}")
     return int(epoch), int(position)
 
 

@@ -44,13 +44,15 @@ def run(data: Path | None, out: Callable[..., None]) -> None:
     """
     _need("torch", "torch")
     if data is not None:
-        _train(data, out)
+        _train(data, None, out)
         return
     _need("skimage", "demo")
     with tempfile.TemporaryDirectory(prefix="headrace-demo-") as folder:
-        count = cut_photos(Path(folder))
+        photos, cache = Path(folder, "photos"), Path(folder, "cache")
+        photos.mkdir()
+        count = cut_photos(photos)
         out(f"cut {count} JPEGs from the {len(_PHOTOS)} photos that scikit-image ships")
-        _train(Path(folder), out)
+        _train(photos, cache, out)
 
 
 def _need(module: str, extra: str) -> None:
@@ -80,12 +82,15 @@ def cut_photos(folder: Path, per_class: int = _PER_CLASS) -> int:
     return count
 
 
-def _train(folder: Path, out: Callable[..., None]) -> None:
+def _train(folder: Path, cache: Path | None, out: Callable[..., None]) -> None:
     import torch
     from torch import nn
 
     torch.manual_seed(0)
-    configuration = {
+    # The workers take every CPU but one: threads of torch beside them would spend their time waiting for each other.
+    torch.set_num_threads(1)
+    configuration: dict[str, Any] = {
+        "cache_dir": None if cache is None else str(cache),
         "streams": {
             "train": {
                 "dataset": {"folder": str(folder)},
@@ -96,7 +101,7 @@ def _train(folder: Path, out: Callable[..., None]) -> None:
                 ],
                 "output": {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]},
             }
-        }
+        },
     }
     with Loader(configuration, batch_size=_BATCH) as loader:
         model = _network(len(loader.classes))
@@ -125,8 +130,7 @@ def _train(folder: Path, out: Callable[..., None]) -> None:
                 f"epoch {epoch + 1}: {images / seconds:5.0f} images/s, trainer waited {waited / seconds:4.0%}, "
                 f"loss {sum(losses) / len(losses):.3f}, right {right / images:4.0%}"
             )
-        transport: Any = loader.stats()["transport"]
-        out(f"transport: {transport}")
+        out(f"transport: {loader.stats()['transport']}")
 
 
 def _network(classes: int) -> Any:

@@ -7,14 +7,19 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from headrace.errors import ConfigError
 from headrace.pipeline.backend import make
 from headrace.pipeline.index import Index
+from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.render import ChunkRenderer
 from headrace.pipeline.spec import Stream
 from headrace.slots import Ring, Status
 
 _CAPTION = 14  # pixels below each picture
 _GAP = 2
+_NARROWEST = 96  # pixels that a caption needs, whatever the picture's width
+_ACROSS = 1600  # pixels of a row of several pictures
+_MAX_PIXELS = 1 << 27
 
 
 def draw(stream: Stream, index: Index, backend: str, epoch: int, position: int, number: int, output: Path) -> list[str]:
@@ -24,35 +29,52 @@ def draw(stream: Stream, index: Index, backend: str, epoch: int, position: int, 
         For each picture its position, index, label, status and path, with tabs between.
 
     Raises:
+        ConfigError: the file cannot be written, or would be too large.
         DatasetError: a sample cannot be read.
     """
     layout = stream.layout
     stop = min(position + number, len(index))
-    columns = min(stop - position, max(1, 1600 // (layout.width + _GAP)))
+    width, height = max(layout.width, _NARROWEST) + _GAP, layout.height + _CAPTION + _GAP
+    columns = min(stop - position, max(1, _ACROSS // width))
     rows = -(-(stop - position) // columns)
-    cell = (layout.width + _GAP, layout.height + _GAP + _CAPTION)
-    canvas = Image.new("RGB", (columns * cell[0], rows * cell[1]), "white")
-    pen = ImageDraw.Draw(canvas)
+    if columns * width * rows * height > _MAX_PIXELS:
+        raise ConfigError(
+            f"-n {number}: the grid would have {columns * width}x{rows * height} pixels, over the limit of "
+            f"{_MAX_PIXELS}: ask for fewer pictures"
+        )
+    canvas = Image.new("RGB", (columns * width, rows * height), "white")
     lines = []
-    renderer = ChunkRenderer(stream, index, engine := make(backend))
+    try:
+        file = output.open("wb")  # before the work, which may take a while
+    except OSError as error:
+        raise ConfigError(f"-o {output}: cannot be written: {error.strerror}") from error
+    engine = make(backend)
     ring = Ring.create(layout, 1)
     view = ring.views[0]
-    for p in range(position, stop):
-        chunk, row = divmod(p, layout.chunk)
-        if p == position or row == 0:
-            wanted = range(row, min(layout.chunk, stop - chunk * layout.chunk))
-            rejects = {r.row: r for r in renderer.render(epoch, chunk, view, wanted).rejects}
-        at = divmod(p - position, columns)
-        x, y = at[1] * cell[0], at[0] * cell[1]
-        canvas.paste(Image.fromarray(np.array(view.images[row])), (x, y))
-        i, label = int(view.indices[row]), int(view.labels[row])
-        name = index.classes[label] if 0 <= label < len(index.classes) else str(label)
-        good = view.status[row] == Status.OK
-        pen.text((x + 1, y + layout.height), f"{p} #{i} {name}", fill="black" if good else "red")
-        state = "ok" if good else f"rejected ({rejects[row].stage}: {rejects[row].reason})"
-        lines.append(f"{p}\t{i}\t{label}\t{state}\t{index.shown(i)}")
+    renderer, convicted = ChunkRenderer(stream, index, engine), Ledger(index).convicted
+    with file:
+        for p in range(position, stop):
+            chunk, row = divmod(p, layout.chunk)
+            if p == position or row == 0:
+                wanted = range(row, min(layout.chunk, stop - chunk * layout.chunk))
+                rejects = {r.row: r for r in renderer.render(epoch, chunk, view, wanted, convicted).rejects}
+            i, label = int(view.indices[row]), int(view.labels[row])
+            y, x = divmod(p - position, columns)
+            canvas.paste(Image.fromarray(np.array(view.images[row])), (x * width, y * height))
+            name = index.classes[label] if 0 <= label < len(index.classes) else str(label)
+            caption = _caption(f"{p} #{i} {name}", width - _GAP, good=view.status[row] == Status.OK)
+            canvas.paste(caption, (x * width, y * height + layout.height))
+            state = "ok" if row not in rejects else f"rejected ({rejects[row].stage}: {rejects[row].reason})"
+            lines.append(f"{p}\t{i}\t{label}\t{' '.join(state.split())}\t{index.shown(i)}")
+        canvas.save(file, "PNG")
     del view
     ring.close()
     engine.close()
-    canvas.save(output, "PNG")
     return lines
+
+
+def _caption(text: str, width: int, *, good: bool) -> Image.Image:
+    """The text on a strip of its own, which cuts off what is too long."""
+    strip = Image.new("RGB", (width, _CAPTION), "white")
+    ImageDraw.Draw(strip).text((1, 0), " ".join(text.split()), fill="black" if good else "red")
+    return strip

@@ -112,6 +112,7 @@ class Service:
         self._render_id: str | None = None
         self._broken: str | None = None
         self._stop_signals = 0
+        self._stopped_by: signal.Signals | None = None
         self._served = False
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -122,11 +123,14 @@ class Service:
 
     # -- life ---------------------------------------------------------------------------------------------------
 
-    def run(self, ready: Callable[[list[str]], None]) -> None:
+    def run(self, ready: Callable[[list[str]], None]) -> signal.Signals | None:
         """Serve until SIGTERM, SIGINT or, if private, the end of the last session.
 
         Args:
             ready: called with the addresses when clients can come.
+
+        Returns:
+            The signal that stopped it, if one did.
         """
         signals = _Signals(self._signalled)
         try:
@@ -136,6 +140,7 @@ class Service:
         finally:
             self._shutdown()
             signals.restore()
+        return self._stopped_by
 
     def _startup(self, signals: _Signals) -> None:
         self._loop.watch(signals.fileno(), signals.drain)
@@ -195,6 +200,7 @@ class Service:
 
     def _signalled(self, number: int) -> None:
         self._stop_signals += 1
+        self._stopped_by = self._stopped_by or signal.Signals(number)
         log.info("got %s%s", signal.Signals(number).name, ", again: forced" if self._stop_signals > 1 else "")
 
     def _expire(self) -> None:
