@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from headrace.output import Output
 
-#: Bytes of levels that are looked up at a time; the indices take four times as many.
-_BLOCK = 1 << 21
+#: Bytes of levels that are looked up at a time, so that 32 pictures of 224 by 224 are two blocks; the indices take
+#: four times as many.
+_BLOCK = 5 << 19
 
 
 def constants(output: Output) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

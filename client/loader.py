@@ -109,10 +109,10 @@ class Loader:
             _among("last_batch", last_batch, get_args(LastBatch))
         if on_bad_sample is not None:
             _among("on_bad_sample", on_bad_sample, get_args(OnBadSample))
-        if max_bad is not None and not 0 <= max_bad <= 1:
-            raise ConfigError(f"max_bad: {max_bad} must be from 0 to 1")
-        if not timeout > 0:
-            raise ConfigError(f"timeout: {timeout} must be more than 0 seconds")
+        if max_bad is not None and not (isinstance(max_bad, (int, float)) and 0 <= max_bad <= 1):
+            raise ConfigError(f"max_bad: {max_bad!r} must be a number from 0 to 1")
+        if not (isinstance(timeout, (int, float)) and timeout > 0):
+            raise ConfigError(f"timeout: {timeout!r} must be a number of seconds above 0")
         kind = library(output)
         if kind == "torch":
             import_torch()
@@ -131,8 +131,10 @@ class Loader:
             self._on_bad_sample = cast(OnBadSample, on_bad_sample or welcome.on_bad_sample)
             self._max_bad = welcome.max_bad if max_bad is None else float(max_bad)
             try:
-                form = welcome.output.replaced(dtype=dtype, layout=layout, mean=_triple(mean), std=_triple(std))
-            except (ValueError, TypeError) as error:
+                form = welcome.output.replaced(
+                    dtype=dtype, layout=layout, mean=_triple("mean", mean), std=_triple("std", std)
+                )
+            except ValueError as error:
                 raise ConfigError(f"output: {error}") from None
             if form.dtype == "uint8" and not mean is std is None:
                 raise ConfigError("dtype uint8 hands out the rendered levels; mean and std need a floating dtype")
@@ -454,8 +456,11 @@ def _whole(name: str, value: Any, least: int) -> int:
     return int(number)
 
 
-def _triple(values: Sequence[float] | None) -> tuple[float, ...] | None:
-    return None if values is None else tuple(float(v) for v in values)
+def _triple(name: str, values: Sequence[float] | None) -> tuple[float, ...] | None:
+    try:
+        return None if values is None else tuple(float(v) for v in values)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}: {values!r} is not three numbers, one per channel") from None
 
 
 def _difference(state: Mapping[str, Any], welcome: Any) -> str:
