@@ -74,7 +74,7 @@ class PrivateDaemon:
         # A file and not a pipe: whoever inherits it may write for ever, and nobody has to read.
         with tempfile.TemporaryFile() as complaints:
             process = subprocess.Popen(
-                [sys.executable, "-m", "headrace.server.private"],
+                [sys.executable, "-P", "-m", "headrace.server.private"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=complaints,

@@ -29,7 +29,7 @@ _GONE = {
     errno.ELOOP: "it is a link to itself now",
     errno.ENXIO: _NOT_REGULAR,  # a socket
 }
-_REMEDY = "run `headrace check --reindex`"
+_REMEDY = "run `headrace check --reindex`, then start the daemon again"
 
 
 class Source(Protocol):

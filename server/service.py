@@ -315,7 +315,15 @@ class Service:
         if self._broken is not None:
             self._refuse_waiting(host, "HeadraceError", self._broken)
         elif host.at is None and host.listing is None:
-            log.info("stream %s: listing %s", host.name, host.spec.dataset.folder)
+            self._list(host)
+        elif host.at is not None and self._render_id is not None:
+            for connection in list(host.waiting):
+                self._welcome(host, host.at, connection, self._render_id)
+            host.waiting.clear()
+
+    def _list(self, host: _Host) -> None:
+        log.info("stream %s: listing %s", host.name, host.spec.dataset.folder)
+        try:
             host.listing = Listing(
                 self._loop,
                 host.spec,
@@ -323,10 +331,9 @@ class Service:
                 lambda done, total: self._listing(host, done, total),
                 lambda result: self._listed(host, result),
             )
-        elif host.at is not None and self._render_id is not None:
-            for connection in list(host.waiting):
-                self._welcome(host, host.at, connection, self._render_id)
-            host.waiting.clear()
+        except OSError as error:
+            log.error("stream %s: the indexer cannot be started: %s", host.name, error)
+            self._refuse_waiting(host, "DatasetError", f"the indexer cannot be started: {error}")
 
     def _refuse_waiting(self, host: _Host, kind: str, text: str) -> None:
         for connection in list(host.waiting):

@@ -81,6 +81,13 @@ def open_stream(config: Config, name: str, index: Index, in_flight: int) -> Open
     )
 
 
+def _mapped(fd: int, file: str | None) -> Index | tuple[str, str]:
+    try:
+        return Index(fd, None if file is None else Path(file))
+    except (ValueError, OSError) as error:
+        return "DatasetError", f"the index cannot be mapped: {error}"
+
+
 class Listing:
     """An indexer at work on one stream.
 
@@ -88,6 +95,9 @@ class Listing:
         loop: calls back when the indexer says something.
         progress: called with `(done, total)`.
         done: called once, with the index or with `(kind, text)` of an error.
+
+    Raises:
+        OSError: the process cannot be started.
     """
 
     def __init__(
@@ -121,7 +131,7 @@ class Listing:
                 case Progress(done=done, total=total):
                     self._progress(done, total)
                 case Built(file=file):
-                    self._finish(Index(fds[0], None if file is None else Path(file)))
+                    self._finish(_mapped(fds[0], file))
                     return
                 case BuildFailed(kind=kind, text=text):
                     self._finish((kind, text))

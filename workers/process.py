@@ -19,21 +19,29 @@ class Child:
     Args:
         module: run as `python -m module FD ARG...`, FD being its end of the socket pair.
         descriptors: how many descriptors one of its frames may bring.
+
+    Raises:
+        OSError: it cannot be started.
     """
 
     def __init__(self, module: str, *args: str, descriptors: int = 0) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), *args],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
         self.channel = Channel(ours, descriptors=descriptors)
-        #: Becomes readable when the process has ended: its end is proved, not guessed.
-        self.pidfd = os.pidfd_open(self._process.pid)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    # -P: a file in the working directory must not stand in for a module.
+                    [sys.executable, "-P", "-m", module, str(theirs.fileno()), *args],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            #: Becomes readable when the process has ended: its end is proved, not guessed.
+            self.pidfd = os.pidfd_open(self._process.pid)
+        except BaseException:
+            self.channel.close()  # a process that was started ends by that
+            raise
 
     @property
     def pid(self) -> int:

@@ -183,8 +183,8 @@ class Supervisor:
         return len(self._again) + sum(worker.job is not None for worker in self._workers)
 
     def start(self) -> None:
-        while len(self._workers) < self.count:
-            self._start_one()
+        while len(self._workers) < self.count and self._start_one():
+            pass
 
     def open_stream(self, number: int, spec: Stream, ring: Ring, index: Index, convicted: Mapping[int, str]) -> None:
         """Make a stream known to all workers, also those to come. Ring and index stay the caller's."""
@@ -233,13 +233,19 @@ class Supervisor:
 
     # -- one worker -----------------------------------------------------------------------------------------
 
-    def _start_one(self) -> None:
-        worker = _Worker(Child("headrace.workers.worker", self._backend))
+    def _start_one(self) -> bool:
+        try:
+            worker = _Worker(Child("headrace.workers.worker", self._backend))
+        except OSError as error:  # no descriptors, processes or memory left: that may pass
+            log.error("a worker cannot be started: %s", error)
+            self._next_start = time.monotonic() + _BACKOFF[-1]
+            return False
         self._workers.append(worker)
         self._loop.watch(worker.child.channel, lambda: self._heard(worker))
         self._loop.watch(worker.child.pidfd, lambda: self._ended(worker))
         for number in self._streams:
             self._tell_stream(worker, number)
+        return True
 
     def _tell_stream(self, worker: _Worker, number: int) -> None:
         at = self._streams[number]

@@ -301,7 +301,7 @@ def test_a_file_that_is_not_what_was_indexed_is_an_error_by_name(
     message = str(caught.value)
     shutil.rmtree(root)  # a socket file left behind would be taken for a leak
     assert message.startswith(f"{root}/a/2.jpg: changed since it was indexed: ") and says in message
-    assert message.endswith("; run `headrace check --reindex`")
+    assert message.endswith("; run `headrace check --reindex`, then start the daemon again")
 
 
 def test_a_file_rewritten_while_it_is_read_is_an_error_and_no_mix(
