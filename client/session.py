@@ -217,16 +217,11 @@ def _progress(message: Indexing) -> str:
 
 
 def _attach(address: str, welcome: Welcome, fds: list[int]) -> Ring:
-    try:
-        if welcome.transport != "shm" or len(fds) != 1:
-            raise ProtocolError(f"the daemon at {address} offers transport {welcome.transport} with {len(fds)} rings")
-        layout = welcome.layout
-        if min(layout.chunk, layout.height, layout.width, welcome.slots) < 1:
-            raise ProtocolError(f"the daemon at {address} offers {welcome.slots} slots of {layout}")
-        return Ring.attach(fds[0], layout, welcome.slots)
-    except (ValueError, OSError, ProtocolError) as error:
+    if welcome.transport != "shm" or len(fds) != 1:
         for fd in fds:
             os.close(fd)
-        if isinstance(error, ProtocolError):
-            raise
+        raise ProtocolError(f"the daemon at {address} offers transport {welcome.transport} with {len(fds)} rings")
+    try:
+        return Ring.attach(fds[0], welcome.layout, welcome.slots)
+    except (ValueError, OSError) as error:
         raise ProtocolError(f"the ring of the daemon at {address} cannot be mapped: {error}") from error

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -70,6 +71,17 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def welcome(**change: Any) -> Welcome:
+    """Some `Welcome` for a ring of three slots of four pictures of 2 by 2."""
+    about: dict[str, Any] = {
+        "pid": 1, "token": b"t" * 16, "endpoint": "ipc:///nowhere", "transport": "shm", "stream": "a",
+        "layout": SlotLayout(4, 2, 2), "slots": 3, "samples": 9, "seed": 0, "classes": [],
+        "fingerprints": Fingerprints("d", "o", "p"), "output": Output(), "on_bad_sample": "skip", "max_bad": 0.01,
+        "render_id": "r", "window": 1, "notices": [],
+    }  # fmt: skip
+    return Welcome(**(about | change))
 
 
 class ScriptedDaemon:

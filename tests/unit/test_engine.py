@@ -1,0 +1,140 @@
+"""The engine's copy out of a slot, and who counts as the same daemon; the rest is tested through the Loader."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scripted import welcome
+
+from headrace.assembly import Draft, Piece, Want
+from headrace.engine import _check_same, _copy
+from headrace.errors import ProtocolError, StateError
+from headrace.form import Form
+from headrace.output import Output
+from headrace.protocol import Chunk, RowReject
+from headrace.session import Session
+from headrace.slots import Ring, SlotLayout, Status
+
+GENERATION = 5
+
+
+class Scene:
+    """One slot of four rows, and a draft of four rows that wants them all."""
+
+    def __init__(self) -> None:
+        self.ring = Ring.create(SlotLayout(4, 2, 2), 2)
+        view = self.ring.views[1]
+        view.images[...] = np.arange(1, 5)[:, None, None, None]
+        view.labels[...], view.indices[...], view.status[...] = range(10, 14), range(20, 24), Status.OK
+        self.ring.generation[1] = GENERATION
+        self.form = Form("numpy", Output("uint8", "NHWC"), height=2, width=2, batch_size=4, prefetch=0)
+        self.draft = Draft(
+            step=0, positions=range(4), images=self.form.allocate(4), labels=np.zeros(4, np.int64),
+            indices=np.zeros(4, np.int64), valid=np.ones(4, np.bool_), keep=np.ones(4, np.bool_), missing=4,
+        )  # fmt: skip
+        self.draft.images[...] = 99
+        self.want = Want(7, 0, [Piece(self.draft, 0, 0, 4)])
+        self.reject = RowReject(row=2, index=22, path="/x", stage="decode", reason="cut")
+
+    def copy(self, *rejects: RowReject, slot: int = 1) -> bool:
+        message = Chunk(
+            request=1, slot=slot, generation=GENERATION, render_id="r", window=1, rejects=list(rejects)
+        )  # fmt: skip
+        session = cast(Session, SimpleNamespace(ring=self.ring))
+        return _copy(session, message, self.want, {r.row: r for r in rejects}, self.form)
+
+
+@pytest.fixture
+def scene() -> Any:
+    made = Scene()
+    yield made
+    made.ring.close()
+
+
+def test_rows_labels_and_indices_are_copied(scene: Scene) -> None:
+    assert scene.copy()
+    assert scene.draft.images[:, 0, 0, 0].tolist() == [1, 2, 3, 4]
+    assert scene.draft.labels.tolist() == [10, 11, 12, 13]
+    assert scene.draft.indices.tolist() == [20, 21, 22, 23]
+
+
+def test_a_slot_that_holds_something_else_by_now_is_not_copied(scene: Scene) -> None:
+    scene.ring.generation[1] = GENERATION + 1
+    assert not scene.copy()
+
+
+def test_a_slot_that_is_reused_during_the_copy_is_noticed(scene: Scene) -> None:
+    finish = scene.form.finish
+
+    def slow(levels: NDArray[np.uint8], out: NDArray[Any]) -> None:
+        finish(levels[:2], out[:2])
+        scene.ring.generation[1] += 1
+        scene.ring.views[1].images[...] = 77
+        scene.ring.views[1].status[...] = Status.PENDING
+        finish(levels[2:], out[2:])
+
+    scene.form.finish = slow  # type: ignore[method-assign]
+    assert not scene.copy()
+
+
+def test_a_reject_is_black_in_the_slot_and_named_in_the_message_or_neither(scene: Scene) -> None:
+    scene.ring.views[1].status[2] = Status.REJECTED
+    assert scene.copy(scene.reject)
+    with pytest.raises(ProtocolError, match="chunk 7"):
+        scene.copy()
+    scene.ring.views[1].status[2] = Status.OK
+    with pytest.raises(ProtocolError, match="chunk 7"):
+        scene.copy(scene.reject)
+
+
+@pytest.mark.parametrize("status", [Status.PENDING, Status.RENDERING])
+def test_a_row_that_was_not_rendered_is_no_picture(scene: Scene, status: Status) -> None:
+    scene.ring.views[1].status[3] = status
+    with pytest.raises(ProtocolError, match="neither pictures nor rejects"):
+        scene.copy()
+
+
+def test_rows_that_this_rank_does_not_need_may_be_anything(scene: Scene) -> None:
+    scene.ring.views[1].status[3] = Status.PENDING
+    scene.want.pieces = [Piece(scene.draft, 1, 0, 2)]
+    assert scene.copy()
+    assert scene.draft.images[:, 0, 0, 0].tolist() == [99, 1, 2, 99]
+
+
+def test_a_replacement_that_is_bad_itself_is_not_copied(scene: Scene) -> None:
+    scene.ring.views[1].status[2] = Status.REJECTED
+    scene.want.pieces = [Piece(scene.draft, 3, 2, 1, tries=1), Piece(scene.draft, 0, 1, 1, tries=4)]
+    assert scene.copy(scene.reject)
+    assert scene.draft.images[:, 0, 0, 0].tolist() == [2, 99, 99, 99]
+
+
+def test_a_slot_that_does_not_exist_is_an_error(scene: Scene) -> None:
+    with pytest.raises(ProtocolError, match="slot 2 of 2"):
+        scene.copy(slot=2)
+
+
+def test_a_daemon_that_serves_the_same_pictures_may_differ_in_everything_else() -> None:
+    _check_same(welcome(), welcome(pid=7, token=b"u" * 16, slots=9, window=4, render_id="other"))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"samples": 8}, "number of samples"),
+        ({"pixels": "x"}, "pixels"),
+        ({"pixels": "x", "order": "x"}, r"order \(seed or shuffle\), pixels"),
+        ({"pixels": "x", "order": "x", "data": "x"}, "files or labels, order"),
+    ],
+)
+def test_a_daemon_that_serves_other_pictures_is_refused_by_what_differs(change: dict[str, Any], named: str) -> None:
+    prints = {k: v for k, v in change.items() if k != "samples"}
+    other = welcome(fingerprints=msgspec.structs.replace(welcome().fingerprints, **prints))
+    if "samples" in change:
+        other = welcome(samples=change["samples"])
+    with pytest.raises(StateError, match=named):
+        _check_same(welcome(), other)
