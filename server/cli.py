@@ -46,9 +46,6 @@ def main() -> NoReturn:
         sys.exit(_complain(error, 1))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except BrokenPipeError:  # `headrace ls … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(0)
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except Exception as error:
@@ -159,9 +156,10 @@ def ls(config: ConfigFile, stream: StreamName) -> None:
         index = open_index(spec.dataset, loaded.cache_folder, progress=progress)
     for notice in index.notices:
         log.warning("%s", notice)
-    for i, label in enumerate(index.labels.tolist()):
-        sys.stdout.write(f"{i}\t{label}\t{index.shown(i)}\n")
-    sys.stdout.flush()
+    labels = index.labels.tolist()
+    for first in range(0, len(labels), 1000):
+        some = range(first, min(first + 1000, len(labels)))
+        _out(*(f"{i}\t{labels[i]}\t{index.shown(i)}" for i in some))
     index.close()
 
 
@@ -242,8 +240,14 @@ def demo(
 
 
 def _out(*lines: str) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
+    try:
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would try once more at its end, and complain
+        if isinstance(error, BrokenPipeError):  # `headrace ls … | head` has read enough
+            raise typer.Exit from None
+        raise HeadraceError(f"standard output: {error.strerror}") from None
 
 
 class _Reporter:

@@ -32,7 +32,6 @@ def detach() -> None:
     os.setsid()
     if os.fork():
         os._exit(0)
-    os.chdir("/")
 
 
 def main() -> None:
@@ -53,6 +52,7 @@ def _serve_privately(request: dict[str, Any]) -> None:
     from headrace.server.service import Service
 
     config = Config.load(request["path"] if "path" in request else request["config"])
+    os.chdir("/")  # not before: the paths of a mapping are relative to the trainer's folder
     key = config.key()[:20]
     path = private_folder() / f"{key}.sock"
     deadline = time.monotonic() + _FIND_TIMEOUT
