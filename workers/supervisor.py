@@ -125,6 +125,10 @@ class _Worker:
     moved: float = 0.0  # and when that was
     deaf: float | None = None  # since when its channel is of no use
 
+    @property
+    def free(self) -> bool:
+        return self.render_id is not None and self.job is None and self.deaf is None
+
 
 class Supervisor:
     """
@@ -175,7 +179,7 @@ class Supervisor:
     @property
     def idle(self) -> bool:
         """Whether `submit` would give the job to a worker at once."""
-        return not self._again and any(w.render_id is not None and w.job is None and w.deaf is None for w in self._workers)
+        return not self._again and any(worker.free for worker in self._workers)
 
     @property
     def busy(self) -> int:
@@ -355,7 +359,7 @@ class Supervisor:
         for worker in self._workers:
             if not self._again:
                 return
-            if worker.render_id is None or worker.job is not None or worker.deaf is not None:
+            if not worker.free:
                 continue
             job = self._again.popleft()
             job.part = job.fill.part()
