@@ -234,8 +234,8 @@ class Assembly:
                 self._replaced(piece, bad=piece.first in bad)
                 continue
             piece.draft.missing -= piece.size
-            for row in range(piece.first, piece.first + piece.size):
-                if row in bad:
+            for row in sorted(bad):
+                if piece.first <= row < piece.first + piece.size:
                     self._reject(piece.draft, piece.row + row - piece.first, bad[row])
         complete = dict.fromkeys(piece.draft for piece in want.pieces if piece.draft.missing == 0)
         for draft in complete:

@@ -75,7 +75,11 @@ class Engine:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._session: Session | None = None
         try:
-            self._session = self._open()
+            try:
+                self._session = self._open()
+            except ConnectionLost:
+                # A private daemon may be found in the moment in which it ends with its last session.
+                self._session = self._open()
         except Refusal as refusal:
             raise refusal.error from None
         finally:

@@ -22,6 +22,7 @@ import pytest
 from scripted import Do, ScriptedDaemon, index_of, level, wait_until
 
 from headrace import Loader
+from headrace.engine import Engine
 from headrace.errors import (
     ConfigError,
     ConnectionLost,
@@ -209,6 +210,14 @@ def test_nobody_at_the_address_is_an_error_that_names_it(socket_file: Path) -> N
 def test_an_address_that_cannot_be_is_an_error(address: str) -> None:
     with pytest.raises(ConfigError):
         Loader(address, batch_size=8)
+
+
+def test_a_private_daemon_that_ends_while_it_is_found_is_looked_for_again(socket_file: Path) -> None:
+    with ScriptedDaemon(socket_file) as daemon:
+        addresses = iter([f"{daemon.address}.gone", daemon.address])
+        engine = Engine(lambda *, timeout, stop: next(addresses), None, timeout=20, exact=False)
+        assert engine.welcome.samples == SAMPLES
+        engine.close()
 
 
 def test_a_refusal_becomes_the_error_that_it_names(socket_file: Path) -> None:
