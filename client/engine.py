@@ -111,8 +111,8 @@ class Engine:
 
     def begin(self, assembly: Assembly, form: Form) -> None:
         """Fetch for this assembly from now on, and for no other."""
+        self._check_open()
         with self._changed:
-            self._check_open()
             self._current = (assembly, form)
         self._notify()
 
@@ -130,6 +130,7 @@ class Engine:
             HeadraceError: as `Assembly.take`, or the daemon that came back is another one.
         """
         waited, seen = 0.0, -1
+        self._check_open()  # not under the lock, which a forked child may have inherited locked for ever
         with self._changed:
             while True:
                 self._check_open()
@@ -272,7 +273,7 @@ class Engine:
         session = self._session
         assert session is not None
         self._window = message.window
-        want = self._outstanding.pop(message.request, None)
+        want = self._outstanding.get(message.request)
         current = self._current
         if want is None or current is None or current[0] is not self._assembly:
             session.release(message.request)  # it was taken back while it was on its way
@@ -287,6 +288,7 @@ class Engine:
         except ProtocolError as problem:
             error = problem
         session.release(message.request)
+        del self._outstanding[message.request]  # only now: what fails on the way is asked for again
         if error is not None:
             with self._changed:
                 assembly.failed(want, error)
