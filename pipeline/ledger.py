@@ -42,7 +42,12 @@ class Ledger:
     def _read(self) -> Iterator[tuple[int, str]]:
         if self._file is None or not self._file.exists():
             return
-        for line in self._file.read_text(encoding="ascii").splitlines():
+        try:
+            text = self._file.read_text(encoding="ascii", errors="replace")
+        except OSError as error:
+            log.warning("the ledger %s cannot be read: %s", self._file, error)
+            return
+        for line in text.splitlines():
             try:
                 entry = json.loads(line)
                 index, reason = int(entry.pop("index")), str(entry.pop("reason"))

@@ -1,0 +1,66 @@
+"""Convictions outlive the daemon, and hold for the file that was convicted."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.pipeline.dataset import open_index
+from headrace.pipeline.ledger import Ledger
+from headrace.pipeline.spec import Config, Dataset
+
+
+def dataset(folder: Path) -> Dataset:
+    stream = {"dataset": {"folder": str(folder)}, "transforms": [{"center_crop": {"size": 8}}]}
+    return Config.load({"streams": {"s": stream}}).streams["s"].dataset
+
+
+def test_a_conviction_is_read_again_by_whoever_opens_the_index(many: Callable[[int], Path], home: Path) -> None:
+    index = open_index(dataset(many(8)), home / "cache")
+    assert Ledger(index).convicted == {}
+    Ledger(index).convict(5, "it kills: \udce9 and all")
+    assert Ledger(index).convicted == {5: "it kills: \udce9 and all"}
+    index.close()
+
+
+def test_a_file_that_was_replaced_since_is_innocent(many: Callable[[int], Path], home: Path) -> None:
+    folder = many(8)
+    index = open_index(dataset(folder), home / "cache")
+    victim = os.fsdecode(index.full_path(5))
+    Ledger(index).convict(5, "it kills")
+    index.close()
+    os.unlink(victim)
+    Path(victim).write_bytes(b"another one")
+    index = open_index(dataset(folder), home / "cache", reindex=True)
+    assert Ledger(index).convicted == {}
+    index.close()
+
+
+def test_lines_that_are_none_are_passed_over(
+    many: Callable[[int], Path], home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = open_index(dataset(many(8)), home / "cache")
+    Ledger(index).convict(5, "it kills")
+    assert index.file is not None
+    with index.file.with_suffix(".ledger").open("a") as file:
+        file.write('not json\n[1]\n{"index": "x"}\n{"index": 99, "reason": ""}\n')
+    with caplog.at_level(logging.WARNING):
+        assert Ledger(index).convicted == {5: "it kills"}
+    assert len(caplog.records) == 3
+    index.close()
+
+
+def test_a_ledger_that_cannot_be_written_still_holds_in_this_process(
+    many: Callable[[int], Path], home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = open_index(dataset(many(8)), home / "cache")
+    assert index.file is not None
+    index.file.with_suffix(".ledger").mkdir()
+    ledger = Ledger(index)
+    ledger.convict(1, "it kills")
+    assert ledger.convicted == {1: "it kills"} and "cannot be written" in caplog.text
+    index.close()

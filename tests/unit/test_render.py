@@ -1,0 +1,187 @@
+"""A chunk from its address: a pure function, with verdicts per row and I/O errors by name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.errors import DatasetError
+from headrace.pipeline import render
+from headrace.pipeline.backend import make
+from headrace.pipeline.dataset import open_index
+from headrace.pipeline.index import Index
+from headrace.pipeline.probe import BadPicture
+from headrace.pipeline.render import ChunkRenderer
+from headrace.pipeline.spec import Config
+from headrace.slots import Ring, Status
+
+SIZE = 24
+
+
+class Bench:
+    def __init__(self, folder: Path, cache: Path, *, chunk: int = 5, shuffle: bool = True) -> None:
+        transforms = [{"random_resized_crop": {"size": SIZE}}, "random_horizontal_flip"]
+        stream = {"dataset": {"folder": str(folder)}, "shuffle": shuffle, "chunk": chunk, "transforms": transforms}
+        self.stream = Config.load({"streams": {"s": stream}}).streams["s"]
+        self.index: Index = open_index(self.stream.dataset, cache)
+        self.backend = make("pillow")
+        self.ring = Ring.create(self.stream.layout, 2)
+        self.renderer = ChunkRenderer(self.stream, self.index, self.backend)
+
+    def pixels(self, epoch: int, chunk: int, slot: int = 0) -> bytes:
+        self.renderer.render(epoch, chunk, self.ring.views[slot])
+        rows = self.renderer.rows(chunk)
+        return bytes(self.ring.views[slot].images[:rows].tobytes())
+
+    def close(self) -> None:
+        self.ring.close()
+        self.backend.close()
+        self.index.close()
+
+
+@pytest.fixture
+def bench(home: Path) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def build(folder: Path, **options: object) -> Bench:
+        made.append(Bench(folder, home / "cache", **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+def test_a_chunk_depends_on_its_address_alone(bench: Callable[..., Bench], photos: Path) -> None:
+    at = bench(photos)
+    first = at.pixels(3, 2)
+    at.pixels(0, 0), at.pixels(3, 1)
+    assert at.pixels(3, 2, slot=1) == first != at.pixels(4, 2)
+
+
+def test_rows_alone_give_the_same_pixels_as_the_whole_chunk(bench: Callable[..., Bench], photos: Path) -> None:
+    at = bench(photos)
+    whole, single = at.ring.views
+    at.renderer.render(1, 3, whole)
+    for rows in ((4,), (0, 2), (1, 3)):
+        at.renderer.render(1, 3, single, rows)
+    np.testing.assert_array_equal(whole.images, single.images)
+    np.testing.assert_array_equal(whole.status, single.status)
+
+
+def test_the_chunk_size_changes_no_picture(bench: Callable[..., Bench], photos: Path) -> None:
+    small, large = bench(photos, chunk=5), bench(photos, chunk=48)
+    together = large.pixels(0, 0)
+    assert b"".join(small.pixels(0, chunk) for chunk in range(small.renderer.chunks)) == together
+
+
+def test_the_last_chunk_of_an_epoch_is_short(bench: Callable[..., Bench], photos: Path) -> None:
+    at = bench(photos, chunk=32)
+    assert (at.renderer.chunks, at.renderer.rows(0), at.renderer.rows(1)) == (2, 32, 16)
+
+
+def test_an_epoch_shows_each_sample_once_with_its_label(bench: Callable[..., Bench], photos: Path) -> None:
+    at = bench(photos)
+    seen = {}
+    for chunk in range(at.renderer.chunks):
+        view = at.ring.views[0]
+        at.renderer.render(0, chunk, view)
+        rows = at.renderer.rows(chunk)
+        seen |= dict(zip(view.indices[:rows].tolist(), view.labels[:rows].tolist(), strict=True))
+    assert seen == dict(enumerate(at.index.labels.tolist()))
+
+
+def test_a_bad_picture_is_black_named_and_alone(bench: Callable[..., Bench], many: Callable[[int], Path]) -> None:
+    folder = many(10)
+    victim = sorted(folder.glob("*/*"))[3]
+    data = victim.read_bytes()
+    victim.unlink()
+    victim.write_bytes(data[: len(data) // 2])
+    at = bench(folder, chunk=10, shuffle=False)
+    view = at.ring.views[0]
+    view.images[:] = 77
+    result = at.renderer.render(0, 0, view)
+    [reject] = result.rejects
+    assert (reject.row, reject.index, reject.path, reject.stage) == (3, 3, str(victim), "decode")
+    assert not view.images[3].any() and view.status.tolist() == [Status.OK] * 3 + [Status.REJECTED] + [Status.OK] * 6
+
+
+def test_a_convicted_sample_is_rejected_unseen(bench: Callable[..., Bench], photos: Path) -> None:
+    at = bench(photos, shuffle=False)
+    [reject] = at.renderer.render(0, 0, at.ring.views[0], None, {2: "it kills"}).rejects
+    assert (reject.index, reject.stage, reject.reason) == (2, "worker", "it kills")
+
+
+class Flaky:
+    """A source that fails a number of times before it gives the bytes."""
+
+    def __init__(self, good: Callable[[int], bytes], failures: int, error: Callable[[], Exception]) -> None:
+        self.good, self.left, self.error, self.reads = good, failures, error, 0
+
+    def read(self, i: int) -> bytes:
+        self.reads += 1
+        if self.left:
+            self.left -= 1
+            raise self.error()
+        return self.good(i)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "_RETRIES", (0.0, 0.0))
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_a_read_that_fails_is_tried_again(bench: Callable[..., Bench], photos: Path, number: int) -> None:
+    at = bench(photos)
+    want = at.pixels(0, 0)
+    source = Flaky(at.renderer._source.read, 2, lambda: OSError(number, os.strerror(number)))
+    at.renderer = ChunkRenderer(at.stream, at.index, at.backend, source)
+    assert at.pixels(0, 0) == want and source.reads == 7
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_read_that_goes_on_failing_is_an_error_by_name_and_no_reject(
+    bench: Callable[..., Bench], photos: Path
+) -> None:
+    at = bench(photos, shuffle=False)
+    source = Flaky(at.renderer._source.read, 3, lambda: OSError(errno.EIO, os.strerror(errno.EIO)))
+    at.renderer = ChunkRenderer(at.stream, at.index, at.backend, source)
+    with pytest.raises(DatasetError, match=r"sample 0, .*meadow/000.jpg: cannot be read, 3 times tried: .*errno 5"):
+        at.renderer.render(0, 0, at.ring.views[0])
+
+
+def test_a_file_over_the_limit_is_a_reject_of_the_read_stage(bench: Callable[..., Bench], photos: Path) -> None:
+    at = bench(photos, shuffle=False)
+    source = Flaky(at.renderer._source.read, 1, lambda: BadPicture("read", "a file of 9 bytes"))
+    at.renderer = ChunkRenderer(at.stream, at.index, at.backend, source)
+    [reject] = at.renderer.render(0, 0, at.ring.views[0]).rejects
+    assert (reject.row, reject.stage) == (0, "read")
+
+
+def test_while_a_row_is_worked_on_its_status_says_so(bench: Callable[..., Bench], photos: Path) -> None:
+    at = bench(photos)
+    view = at.ring.views[0]
+    seen = []
+
+    class Spy:
+        render_id = "spy"
+
+        def render(self, pictures, params, out, begin):  # type: ignore[no-untyped-def]
+            for i in range(len(pictures)):
+                begin(i)
+                seen.append(view.status.tolist())
+            return [None] * len(pictures)
+
+        def close(self) -> None: ...
+
+    ChunkRenderer(at.stream, at.index, Spy()).render(0, 0, view)
+    assert [statuses.index(Status.RENDERING) for statuses in seen] == [0, 1, 2, 3, 4]
+    assert all(statuses.count(Status.RENDERING) == 1 for statuses in seen)
+    assert view.status.tolist() == [Status.OK] * 5
