@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace import protocol
 from headrace.channel import Closed
 from headrace.connect import connect
-from headrace.errors import ConnectionLost, ProtocolError
+from headrace.errors import ConnectionLost, DeadlineError, ProtocolError
 from headrace.protocol import Ping, Pong
 
 
@@ -28,6 +28,8 @@ def ping(address: str, *, timeout: float = 5.0) -> Pong:
         reply = protocol.decode_session_reply(channel.recv(timeout=timeout)[0])
     except Closed:
         raise ConnectionLost(f"{address}: the daemon ended the connection without an answer") from None
+    except DeadlineError:
+        raise DeadlineError(f"{address}: the daemon does not answer within {timeout:g} s") from None
     finally:
         channel.close()
     if not isinstance(reply, Pong):

@@ -31,7 +31,8 @@ def configuration(folder: Path, **stream: Any) -> dict[str, Any]:
 
 
 def open_loader(source: Any, **arguments: Any) -> Loader:
-    return Loader(source, **({"batch_size": 10, "output": "numpy", "dtype": "uint8", "timeout": 60} | arguments))
+    usual: dict[str, Any] = {"batch_size": 10, "output": "numpy", "dtype": "uint8", "timeout": 60}
+    return Loader(source, **(usual | arguments))
 
 
 def epoch(loader: Loader) -> list[tuple[list[int], bytes]]:
@@ -57,6 +58,15 @@ def test_a_mapping_a_config_and_its_yaml_file_join_one_daemon_and_get_the_same(p
     finally:
         for loader in loaders:
             loader.close()
+
+
+def test_a_relative_folder_in_a_mapping_is_relative_to_the_working_directory(
+    photos: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "here").symlink_to(photos)
+    monkeypatch.chdir(home)
+    with open_loader(configuration(Path("here"))) as loader:
+        assert loader.num_samples == PHOTOS
 
 
 def test_another_configuration_gets_another_daemon(photos: Path) -> None:
