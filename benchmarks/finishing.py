@@ -88,7 +88,7 @@ def main() -> int:
 
     def ratio(side: str) -> float:
         pairs = zip(rounds["obvious"], rounds[side], strict=True)
-        return statistics.median(obvious["alone"] / ours["alone"] for obvious, ours in pairs)
+        return statistics.median(float(obvious["alone"] / ours["alone"]) for obvious, ours in pairs)
 
     beside = statistics.median(r["beside"] for r in rounds["float32 NCHW"])
     return conclude(

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import zmq
 
@@ -133,7 +133,7 @@ class ScriptedDaemon:
         self._free = list(range(slots))
         self._waiting: list[tuple[bytes, Get, Do]] = []
         self._indexing, self._refuse = indexing, refuse
-        self._about = {
+        self._about: dict[str, Any] = {
             "samples": samples, "seed": seed, "classes": ["cat", "dog"], "output": output or Output(),
             "fingerprints": Fingerprints(data="data", order=order, pixels=pixels), "on_bad_sample": on_bad_sample,
             "max_bad": max_bad, "notices": list(notices),
@@ -197,7 +197,7 @@ class ScriptedDaemon:
                     if not self._talk(self._channels[fd]):
                         poller.unregister(fd)
                         self._end(self._channels.pop(fd))
-                while not self._gone and self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+                while not self._gone and cast(int, self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                     identity, data = self._router.recv_multipart(zmq.NOBLOCK)
                     self._hear(identity, data)
         finally:

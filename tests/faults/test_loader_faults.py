@@ -44,7 +44,8 @@ def socket_file(tmp_path: Path) -> Path:
 
 
 def open_loader(daemon: ScriptedDaemon, **arguments: Any) -> Loader:
-    return Loader(daemon.address, **({"batch_size": 8, "output": "numpy", "dtype": "uint8", "timeout": 20} | arguments))
+    usual: dict[str, Any] = {"batch_size": 8, "output": "numpy", "dtype": "uint8", "timeout": 20}
+    return Loader(daemon.address, **(usual | arguments))
 
 
 def check_epoch(loader: Loader, epoch: int, first: int = 0) -> None:

@@ -39,7 +39,8 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 def open_loader(daemon: ScriptedDaemon, **arguments: Any) -> Loader:
-    return Loader(daemon.address, **({"batch_size": 8, "output": "numpy", "dtype": "uint8", "timeout": 20} | arguments))
+    usual: dict[str, Any] = {"batch_size": 8, "output": "numpy", "dtype": "uint8", "timeout": 20}
+    return Loader(daemon.address, **(usual | arguments))
 
 
 def check(batch: Batch, positions: list[int], epoch: int = 0, samples: int = SAMPLES) -> None:

@@ -72,9 +72,15 @@ def test_a_daemon_whose_queue_is_full_is_waited_for(tmp_path: Path) -> None:
         with pytest.raises(ConnectionLost):
             connect(f"ipc://{tmp_path}/x", timeout=0.1)
         accepted: list[socket.socket] = []
-        thread = threading.Thread(target=lambda: (time.sleep(0.2), accepted.append(server.accept()[0])))
+
+        def accept_late() -> None:
+            time.sleep(0.2)
+            accepted.append(server.accept()[0])
+
+        thread = threading.Thread(target=accept_late)
         thread.start()
         second = connect(f"ipc://{tmp_path}/x", timeout=20)
         thread.join()
-        for end in (first, second, *accepted):
-            (end if isinstance(end, socket.socket) else end.sock).close()
+        for channel in (first, second):
+            channel.close()
+        accepted[0].close()

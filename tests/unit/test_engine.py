@@ -78,7 +78,7 @@ def test_a_slot_that_is_reused_during_the_copy_is_noticed(scene: Scene) -> None:
         scene.ring.views[1].status[...] = Status.PENDING
         finish(levels[2:], out[2:])
 
-    scene.form.finish = slow  # type: ignore[method-assign]
+    scene.form.finish = slow
     assert not scene.copy()
 
 

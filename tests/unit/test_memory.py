@@ -55,7 +55,7 @@ def graph_gradient(product: Any) -> NDArray[Any]:
     return np.asarray(gradient)
 
 
-Keep = Callable[[NDArray[np.float32]], Any]
+Keep = Callable[[Any], Any]
 KEPT: dict[str, tuple[Keep, Callable[[Any], NDArray[Any]]]] = {
     "array": (lambda a: a, np.asarray),
     "slice": (lambda a: a[3:5], np.asarray),
