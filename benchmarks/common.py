@@ -194,10 +194,15 @@ def children(pid: int) -> list[int]:
     return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
 
 
-def private_bytes(pid: int) -> int:
-    """Memory that is the process's own (USS)."""
+def own_bytes(pid: int) -> int:
+    """Memory that is the process's own (USS), less the clean pages of files.
+
+    Those belong to the kernel's cache, and count as private whenever no other process has the same library mapped:
+    tens of MiB come and go with anybody's `import torch`.
+    """
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Private_Clean", "Private_Dirty")))
+    own = ("Private_Dirty:", "Private_Hugetlb:", "Swap:")
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(own))
 
 
 def descriptors(pid: int) -> int:
