@@ -100,6 +100,10 @@ class Transform(BaseModel):
         """The pictures after this transform; `u` is float64 [n, draws], each in [0, 1)."""
         raise NotImplementedError
 
+    def plain(self) -> dict[str, Any]:
+        """`{name: {argument: value}}` with the defaults filled in: equal for equal transforms, and plain data."""
+        return {self.name: self.model_dump(mode="json")}
+
 
 class Resize(Transform):
     """Resize to `size`: one number is the length of the shorter side, `[height, width]` is exact."""
@@ -302,8 +306,8 @@ def _plain(error: ValidationError, kind: type[Transform]) -> str:
 
 
 def dump(transform: Transform) -> dict[str, Any]:
-    """`{name: {argument: value}}` with the defaults filled in: equal for equal transforms, and plain data."""
-    return {transform.name: transform.model_dump(mode="json")}
+    """As `Transform.plain`."""
+    return transform.plain()
 
 
 def named(transforms: Sequence[Transform]) -> Iterator[tuple[str, Transform]]:

@@ -34,7 +34,7 @@ Run = subprocess.CompletedProcess[bytes]
 
 
 def run(*arguments: object, environment: dict[str, str] | None = None) -> Run:
-    command = HEADRACE + [os.fsencode(a) if isinstance(a, bytes) else str(a) for a in arguments]  # type: ignore[operator]
+    command = HEADRACE + [os.fsencode(a) if isinstance(a, bytes) else str(a) for a in arguments]
     return subprocess.run(
         command, capture_output=True, timeout=100, check=False, env={**os.environ, **(environment or {})}
     )

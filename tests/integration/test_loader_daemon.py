@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
-from headrace import Config, Loader
+from headrace import Config, Loader, RandomResizedCrop
 from headrace.errors import ConfigError, DatasetError, SampleError, TooManyRejects
 from headrace.finish import constants
 
@@ -67,6 +67,14 @@ def test_a_relative_folder_in_a_mapping_is_relative_to_the_working_directory(
     monkeypatch.chdir(home)
     with open_loader(configuration(Path("here"))) as loader:
         assert loader.num_samples == PHOTOS
+
+
+def test_transforms_may_stand_in_a_mapping_as_objects(photos: Path) -> None:
+    source = configuration(photos)
+    written, flip = source["streams"]["train"]["transforms"]
+    objects = configuration(photos, transforms=[RandomResizedCrop(**written["random_resized_crop"]), flip])
+    with open_loader(source) as one, open_loader(objects) as other:
+        assert daemon_pid(one) == daemon_pid(other)
 
 
 def test_another_configuration_gets_another_daemon(photos: Path) -> None:
