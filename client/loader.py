@@ -155,6 +155,8 @@ class Loader:
         #: Where the next iteration begins, while there is no assembly.
         self._state = (0, 0)
         self._assembly: Assembly | None = None
+        #: The next epoch's beginning, fetched since the last batch of the epoch before was taken.
+        self._ahead: Assembly | None = None
         #: Whether the assembly goes on though its iterator has gone: the last `next` ended with an error.
         self._kept = False
         self._iterator: weakref.ref[_Batches] | None = None
@@ -317,6 +319,9 @@ class Loader:
         self._state = state
         if assembly is not None:
             self._engine.end(assembly)
+        if self._ahead is not None and (self._ahead.epoch, self._ahead.start) != state:
+            self._engine.end(self._ahead)
+            self._ahead = None
 
     def _begin(self, batches: _Batches) -> Assembly:
         """The assembly that a new iterator takes from."""
@@ -328,17 +333,18 @@ class Loader:
             self._move(assembly.state if assembly.done else (assembly.epoch + 1, 0))
             assembly = None
         if assembly is None:
-            assembly = self._assemble()
-            self._engine.begin(assembly, self._form)
+            assembly, self._ahead = self._ahead, None
+            if assembly is None:
+                assembly = self._assemble(*self._state)
+                self._engine.begin(assembly, self._form)
+            self._epochs[assembly.epoch] = _Epoch(assembly.counts)
             self._assembly = assembly
         self._iterator, self._kept = weakref.ref(batches), True
         self._turn += 1
         batches.turn = self._turn
         return assembly
 
-    def _assemble(self) -> Assembly:
-        epoch, start = self._state
-        self._epochs[epoch] = _Epoch()
+    def _assemble(self, epoch: int, start: int) -> Assembly:
         return Assembly(
             epoch=epoch,
             start=start,
@@ -349,7 +355,7 @@ class Loader:
             max_bad=self._max_bad,
             allocate=self._form.allocate,
             uniforms=partial(_replacement_row, self._welcome.seed, epoch),
-            counts=self._epochs[epoch].counts,
+            counts=Counts(),
         )
 
     def _next(self, assembly: Assembly) -> Batch:
@@ -359,6 +365,10 @@ class Loader:
         self._kept = True
         batch = self._engine.take(assembly)
         self._kept = False
+        if assembly.done:
+            # The trainer still works on this batch, and may validate before it comes back.
+            self._ahead = self._assemble(*assembly.state)
+            self._engine.begin(self._ahead, self._form)
         return batch
 
     def _note(self, batch: Batch, rows: int, waited: float, spent: float) -> None:

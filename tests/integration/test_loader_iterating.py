@@ -61,7 +61,32 @@ def test_an_epoch_delivers_every_position_once_in_order(serve: Serve) -> None:
                 assert batch.step == step
                 check(batch, list(range(8 * step, 8 * step + 8)), epoch)
             assert step == 4
-    assert daemon.asked == [(epoch, chunk) for epoch in range(3) for chunk in range(10)]
+    assert daemon.asked[:30] == [(epoch, chunk) for epoch in range(3) for chunk in range(10)]
+
+
+def test_the_next_epoch_is_fetched_once_the_last_batch_was_taken(serve: Serve) -> None:
+    daemon = serve()
+    with open_loader(daemon) as loader:
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        wait_until(lambda: (1, 0) in daemon.asked)
+        assert loader.state_dict()["epoch"] == 1 and set(loader.stats()["epochs"]) == {0}
+        loader.set_epoch(1)
+        for step, batch in enumerate(loader):
+            check(batch, list(range(8 * step, 8 * step + 8)), 1)
+        assert daemon.asked.count((1, 0)) == 1
+
+
+def test_what_was_fetched_ahead_is_dropped_when_the_trainer_goes_elsewhere(serve: Serve) -> None:
+    daemon = serve()
+    with open_loader(daemon) as loader:
+        assert len(list(loader)) == 5
+        wait_until(lambda: (1, 0) in daemon.asked)
+        loader.set_epoch(7)
+        for step, batch in enumerate(loader):
+            check(batch, list(range(8 * step, 8 * step + 8)), 7)
+        assert loader.stats()["epochs"].keys() == {0, 7}
 
 
 def test_images_and_labels_unpack(serve: Serve) -> None:
