@@ -26,7 +26,8 @@ def act(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Act:
     def write(body: str) -> None:
         program = tmp_path / "python"
         program.write_text(
-            f"#!{sys.executable}\nimport sys, time, json\nassert sys.argv[1:] == ['-m', 'headrace.server.private']\n"
+            f"#!{sys.executable}\nimport sys, time, json\n"
+            "assert sys.argv[1:] == ['-P', '-m', 'headrace.server.private']\n"
             f"open({str(tmp_path / 'request')!r}, 'w').write(sys.stdin.read())\n{body}\n"
         )
         program.chmod(0o700)
