@@ -306,13 +306,12 @@ class Claim:
 
 def speeds(rounds: Rounds) -> None:
     """Prints a line per side: images/s, what it is to the first side in the same round, CPU time per image."""
-    base = [r["images_per_s"] for r in next(iter(rounds.values()))]
+    base: list[float] = [r["images_per_s"] for r in next(iter(rounds.values()))]
     table = [["side", "images/s", "(quartiles)", "ratio", "(quartiles)", "others", "CPU ms per image"]]
     for side, results in rounds.items():
-        low, middle, high = quartiles([r["images_per_s"] for r in results])
-        least, ratio, most = quartiles(
-            [r["images_per_s"] / b["images_per_s"] for r, b in zip(results, base, strict=True)]
-        )
+        speed: list[float] = [r["images_per_s"] for r in results]
+        low, middle, high = quartiles(speed)
+        least, ratio, most = quartiles([ours / theirs for ours, theirs in zip(speed, base, strict=True)])
         groups = [key for key in results[0] if key.startswith("cpu_")]
         cpu = (f"{key[4:]} {1000 * statistics.median(r[key] / r['images'] for r in results):.2f}" for key in groups)
         table.append([
