@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
-from pathlib import Path
 
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+from headrace.workers.cgroup import cpu_quota
 
 
 def usable_cpus() -> int:
-    """By affinity, and by the quota of the cgroup where it has one (rounded up)."""
+    """By affinity, and by the quota of the cgroups where they have one (rounded up)."""
     count = len(os.sched_getaffinity(0))
-    try:
-        quota, period = _QUOTA.read_text().split()
-        if quota != "max":
-            count = min(count, max(1, -(-int(quota) // int(period))))
-    except (OSError, ValueError):  # no cgroup, or no limit
-        pass
-    return count
+    quota = cpu_quota()
+    return count if quota is None else min(count, math.ceil(quota))
 
 
 def worker_count(processes: int | str, *, private: bool) -> int:

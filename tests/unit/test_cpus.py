@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -12,16 +11,13 @@ from headrace.workers import cpus
 
 def test_affinity_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5})
-    monkeypatch.setattr(cpus, "_QUOTA", Path("/nonexistent"))
+    monkeypatch.setattr(cpus, "cpu_quota", lambda: None)
     assert cpus.usable_cpus() == 3
 
 
-@pytest.mark.parametrize(
-    ("text", "count"), [("max 100000\n", 8), ("250000 100000\n", 3), ("10000 100000\n", 1), ("nonsense\n", 8)]
-)
-def test_the_cgroups_quota_counts(home: Path, monkeypatch: pytest.MonkeyPatch, text: str, count: int) -> None:
-    (home / "cpu.max").write_text(text)
-    monkeypatch.setattr(cpus, "_QUOTA", home / "cpu.max")
+@pytest.mark.parametrize(("quota", "count"), [(None, 8), (2.5, 3), (3.0, 3), (0.1, 1), (64.0, 8)])
+def test_the_cgroups_quota_counts(monkeypatch: pytest.MonkeyPatch, quota: float | None, count: int) -> None:
+    monkeypatch.setattr(cpus, "cpu_quota", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert cpus.usable_cpus() == count
 
