@@ -1,7 +1,7 @@
 """Headrace against a torch DataLoader that does the same Pillow work, float32 out of both.
 
 Claims, on 2 cores and the imagenet-like photos: at least 1.25 times the images per second of a DataLoader with as many
-workers, which are persistent; and the daemon itself takes under 3 % of its workers' CPU time. Large photos are nearly all
+workers, which are persistent; and the daemon itself takes under 3 % of its workers' CPU time. Large photos are mostly
 decoding, which is the same on both sides.
 
     python benchmarks/versus_dataloader.py [--rounds 7] [--epochs 3] [--workers 2] [--batch-size 64]
