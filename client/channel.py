@@ -80,11 +80,12 @@ class Channel:
 
         Raises:
             Closed: the peer has ended, or this end was closed.
+            OSError: (EMFILE) no descriptors are left for the duplicates; nothing was queued.
         """
         if self._eof:
             raise Closed
         head = len(frame).to_bytes(4, "little") + bytes([len(fds)])
-        self._out.append((memoryview(head + frame), [os.dup(fd) for fd in fds]))
+        self._out.append((memoryview(head + frame), _duplicates(fds)))
         self.flush()
 
     def flush(self) -> None:
@@ -201,3 +202,16 @@ class Channel:
             self._frames.append((frame, [self._fds.popleft() for _ in range(count)]))
         if self._fds and not self._in:
             raise ProtocolError(f"{len(self._fds)} descriptors came that no frame announces")
+
+
+def _duplicates(fds: Sequence[int]) -> list[int]:
+    """All of them, or none."""
+    made: list[int] = []
+    try:
+        for fd in fds:
+            made.append(os.dup(fd))  # noqa: PERF401
+    except OSError:
+        for fd in made:
+            os.close(fd)
+        raise
+    return made

@@ -12,7 +12,7 @@ from headrace.errors import ConfigError, ConnectionLost
 from headrace.protocol import DAEMON_LIMIT
 
 #: Bytes of the longest path of a Unix socket, without the closing zero.
-_LONGEST = 107
+LONGEST_PATH = 107
 
 _HINTS = {
     errno.ENOENT: "no daemon was started there",
@@ -32,8 +32,10 @@ def socket_path(address: str) -> str:
         raise ConfigError(f"{address}: tcp is not available yet; use the daemon's ipc://PATH on the same host")
     if scheme != "ipc" or not path:
         raise ConfigError(f"{address!r} is no address of this version: it must be ipc://PATH")
-    if len(os.fsencode(path)) > _LONGEST:
-        raise ConfigError(f"{address}: the path has {len(os.fsencode(path))} bytes, a Unix socket at most {_LONGEST}")
+    if len(os.fsencode(path)) > LONGEST_PATH:
+        raise ConfigError(
+            f"{address}: the path has {len(os.fsencode(path))} bytes, a Unix socket at most {LONGEST_PATH}"
+        )
     return path
 
 

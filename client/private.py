@@ -6,6 +6,7 @@ the daemon of this user and configuration and prints where it listens. Nothing o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -46,11 +47,14 @@ class PrivateDaemon:
             request = {"config": plain()}
         else:
             raise ConfigError(f"source: {source!r} is no address (ipc://PATH), YAML file, mapping or headrace.Config")
+        with contextlib.suppress(OSError):  # it may have been removed
+            request["folder"] = os.getcwd()
         try:
             self._request = json.dumps(request, default=_plain).encode()
         except TypeError as error:
             raise ConfigError(f"source: the configuration holds what YAML cannot say: {error}") from None
         self._started: deque[float] = deque(maxlen=_RESTARTS + 1)
+        self._log = "unknown"
 
     def address(self, *, timeout: float, stop: int) -> str:
         """The daemon's address; it is started if it does not run.
@@ -68,7 +72,7 @@ class PrivateDaemon:
         if len(self._started) == self._started.maxlen and now - self._started[0] < _SPAN:
             raise ConnectionLost(
                 f"the private daemon ended {len(self._started)} times within {_SPAN:.0f} s and is not started again; "
-                "its log says why"
+                f"its log says why: {self._log}"
             )
         self._started.append(now)
         # A file and not a pipe: whoever inherits it may write for ever, and nobody has to read.
@@ -84,7 +88,8 @@ class PrivateDaemon:
                 line = self._converse(process, now + timeout, stop)
             finally:
                 _end(process)
-            return _understand(line, complaints)
+            address, self._log = _understand(line, complaints)
+            return address
 
     def _converse(self, process: subprocess.Popen[bytes], deadline: float, stop: int) -> bytes:
         assert process.stdin is not None and process.stdout is not None
@@ -126,11 +131,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         pass
 
 
-def _understand(line: bytes, complaints: IO[bytes]) -> str:
+def _understand(line: bytes, complaints: IO[bytes]) -> tuple[str, str]:
+    """The address and where the log is, or the error that the line holds."""
     try:
         answer = json.loads(line)
         if "address" in answer:
-            return str(answer["address"])
+            return str(answer["address"]), str(answer["log"])
         error = from_wire(str(answer["kind"]), str(answer["text"]))
     except (ValueError, TypeError, KeyError):
         complaints.seek(0)

@@ -86,6 +86,8 @@ class Pong(Message, frozen=True, tag=True):
         pid: of the daemon.
         version: of the release it runs.
         workers: their processes.
+        deaths: of workers so far.
+        seconds: that workers spent, by stage.
         streams: by name; None until somebody has asked for the stream and it is open.
         sessions: that it has now.
     """
@@ -93,14 +95,22 @@ class Pong(Message, frozen=True, tag=True):
     pid: Count
     version: str
     workers: list[Count]
+    deaths: Count
+    seconds: dict[str, float]
     streams: dict[str, StreamStatus | None]
     sessions: Count
 
 
 class Indexing(Message, frozen=True, tag=True):
-    """The stream's listing is being built: `done` of about `total` files (0: unknown). Repeated until `Welcome`."""
+    """The stream is being opened: a sign of life, repeated until `Welcome`.
+
+    Attributes:
+        unit: `files` that are listed, then `MiB` of memory that are reserved.
+        done, total: of that unit; 0: the total is unknown.
+    """
 
     stream: str
+    unit: str
     done: Count
     total: Count
 
@@ -155,7 +165,7 @@ class Refused(Message, frozen=True, tag=True):
 
 
 class Goodbye(Message, frozen=True, tag=True):
-    """The daemon is stopping; the connection ends after this."""
+    """The session is over: the daemon is stopping, or the client broke a rule. The client closes the connection."""
 
     reason: str
 

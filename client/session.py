@@ -178,7 +178,7 @@ class Session:
 
 def _handshake(address: str, channel: Channel, timeout: float, stop: int) -> tuple[Welcome, list[int]]:
     moved = logged = time.monotonic()
-    done = -1
+    done = ("", 0)
     while True:
         for data, fds in channel.receive():
             message = decode_session_reply(data)
@@ -190,14 +190,14 @@ def _handshake(address: str, channel: Channel, timeout: float, stop: int) -> tup
                 raise Refusal(from_wire(message.kind, message.text))
             if isinstance(message, Goodbye):
                 raise ConnectionLost(f"the daemon at {address} is stopping: {message.reason}")
-            if isinstance(message, Indexing) and message.done != done:
-                done, moved = message.done, time.monotonic()
+            if isinstance(message, Indexing) and (message.unit, message.done) != done:
+                done, moved = (message.unit, message.done), time.monotonic()
                 if moved - logged >= _LOG_EVERY:
                     logged = moved
-                    log.info("stream %s is being indexed: %s", message.stream, _progress(message))
+                    log.warning("stream %s is being opened: %s", message.stream, _progress(message))
         left = moved + timeout - time.monotonic()
         if left <= 0:
-            doing = "has stopped indexing" if done >= 0 else "does not answer"
+            doing = "goes on no more with opening the stream" if done[0] else "does not answer"
             raise DeadlineError(f"the daemon at {address} {doing}: no progress for {timeout:g} s")
         _wait_readable(channel, stop, left)
 
@@ -212,8 +212,8 @@ def _wait_readable(channel: Channel, stop: int, seconds: float) -> None:
 
 def _progress(message: Indexing) -> str:
     if not message.total:
-        return f"{message.done:,} files so far"
-    return f"{message.done:,} of {message.total:,} files ({100 * message.done // message.total} %)"
+        return f"{message.done:,} {message.unit} so far"
+    return f"{message.done:,} of {message.total:,} {message.unit} ({100 * message.done // message.total} %)"
 
 
 def _attach(address: str, welcome: Welcome, fds: list[int]) -> Ring:

@@ -41,6 +41,7 @@ class Status(enum.IntEnum):
     RENDERING = 1  # a worker is at it; if the worker dies, this row is a suspect
     OK = 2  # a picture
     REJECTED = 3  # black; the picture's content is bad and the chunk's reply says why
+    READ = 4  # its bytes are here and look like a picture
 
 
 class SlotLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +56,14 @@ class SlotLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk: Annotated[int, Meta(ge=1, le=1 << 16)]
     height: Annotated[int, Meta(ge=1, le=1 << 16)]
     width: Annotated[int, Meta(ge=1, le=1 << 16)]
+
+    def chunks(self, samples: int) -> int:
+        """Of an epoch of so many positions."""
+        return -(-samples // self.chunk)
+
+    def rows(self, samples: int, chunk: int) -> int:
+        """Positions in this chunk of an epoch: the last one may be short."""
+        return min(self.chunk, samples - chunk * self.chunk)
 
     @property
     def image_shape(self) -> tuple[int, int, int, int]:
@@ -107,12 +116,13 @@ class Ring:
     def __init__(self, fd: int, layout: SlotLayout, slots: int, *, writable: bool) -> None:
         self.layout = layout
         self.slots = slots
+        self.nbytes = layout.stride * slots
+        self.reserved = 0
         self.fd = fd
         try:
-            size = layout.stride * slots
-            if os.fstat(fd).st_size != size:
-                raise ValueError(f"the segment has {os.fstat(fd).st_size} bytes, {slots} slots need {size}")
-            self._map = mmap.mmap(fd, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+            if os.fstat(fd).st_size != self.nbytes:
+                raise ValueError(f"the segment has {os.fstat(fd).st_size} bytes, {slots} slots need {self.nbytes}")
+            self._map = mmap.mmap(fd, self.nbytes, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
         except BaseException:
             os.close(fd)
             raise
@@ -123,23 +133,51 @@ class Ring:
 
     @classmethod
     def create(cls, layout: SlotLayout, slots: int) -> Ring:
-        """A new ring whose memory is reserved, and sealed against any change of its size.
+        """A new ring, its memory reserved.
 
         Raises:
             OSError: (ENOSPC, ENOMEM) the memory is not to be had.
         """
+        ring = cls.begin(layout, slots)
+        try:
+            ring.reserve(ring.nbytes)
+        except BaseException:
+            ring.close()
+            raise
+        return ring
+
+    @classmethod
+    def begin(cls, layout: SlotLayout, slots: int) -> Ring:
+        """A new ring that is good for use once `reserve` has reserved all of it.
+
+        Raises:
+            OSError: the address space or the descriptors do not suffice.
+        """
         fd = os.memfd_create("headrace-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(fd, 0o400)  # a client must not turn its read-only descriptor into a writable one through /proc
-            size = layout.stride * slots
-            os.ftruncate(fd, size)
-            # Reserved now: a page first touched in the middle of an epoch would be charged then, or kill us then.
-            os.posix_fallocate(fd, 0, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            os.ftruncate(fd, layout.stride * slots)
         except BaseException:
             os.close(fd)
             raise
         return cls(fd, layout, slots, writable=True)
+
+    def reserve(self, nbytes: int) -> bool:
+        """Reserve so many bytes more; whether that was all. A whole ring takes a second for some 4 GB.
+
+        A page first touched in the middle of an epoch would be charged then, or get somebody killed then. With the
+        last byte the segment is sealed against any change of its size.
+
+        Raises:
+            OSError: (ENOSPC, ENOMEM) the memory is not to be had.
+        """
+        step = min(nbytes, self.nbytes - self.reserved)
+        os.posix_fallocate(self.fd, self.reserved, step)
+        self.reserved += step
+        if self.reserved < self.nbytes:
+            return False
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return True
 
     @classmethod
     def attach(cls, fd: int, layout: SlotLayout, slots: int, *, writable: bool = False) -> Ring:

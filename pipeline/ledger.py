@@ -32,7 +32,7 @@ class Ledger:
         self.convicted[index] = reason
         if self._file is None:
             return
-        entry = {**self._identity(index), "reason": reason}
+        entry = {"index": index, **self._identity(index), "reason": reason}
         try:
             with self._file.open("a", encoding="ascii") as file:
                 file.write(json.dumps(entry) + "\n")
@@ -50,17 +50,22 @@ class Ledger:
         for line in text.splitlines():
             try:
                 entry = json.loads(line)
-                index, reason = int(entry.pop("index")), str(entry.pop("reason"))
-                same = 0 <= index < len(self._index) and entry.items() <= self._identity(index).items()
-            except (ValueError, KeyError, AttributeError, TypeError):
+                path, size, mtime_ns, reason = (entry[key] for key in ("path", "size", "mtime_ns", "reason"))
+                now = self._line(str(path), int(entry["index"]))
+            except (ValueError, KeyError, TypeError):
                 log.warning("the ledger %s has a line that is none: %.80s", self._file, line)
                 continue
-            if same:
-                yield index, reason
+            if now is not None and self._identity(now) == {"path": path, "size": size, "mtime_ns": mtime_ns}:
+                yield now, str(reason)
+
+    def _line(self, path: str, then: int) -> int | None:
+        """Where the listing has the path now: mostly where it had it then."""
+        if 0 <= then < len(self._index) and self._index.shown(then) == path:
+            return then
+        return next((i for i in range(len(self._index)) if self._index.shown(i) == path), None)
 
     def _identity(self, index: int) -> dict[str, int | str]:
         return {
-            "index": index,
             "path": self._index.shown(index),
             "size": int(self._index.sizes[index]),
             "mtime_ns": int(self._index.mtimes_ns[index]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,8 +24,9 @@ from headrace.pipeline.transforms import plan
 from headrace.protocol import RowReject
 from headrace.slots import SlotView, Status
 
-#: Pictures whose bytes are held at once, whatever the chunk's size.
+#: Pictures whose bytes are held at once, whatever the chunk's size, and their bytes if there are several.
 _BLOCK = 32
+_BLOCK_BYTES = 64 << 20
 #: Seconds to wait before each further try of a read that failed.
 _RETRIES = (0.1, 0.5)
 
@@ -57,11 +58,11 @@ class ChunkRenderer:
     @property
     def chunks(self) -> int:
         """Of an epoch."""
-        return -(-len(self.index) // self.stream.chunk)
+        return self.stream.layout.chunks(len(self.index))
 
     def rows(self, chunk: int) -> int:
         """Of this chunk: the last one of an epoch may be short."""
-        return min(self.stream.chunk, len(self.index) - chunk * self.stream.chunk)
+        return self.stream.layout.rows(len(self.index), chunk)
 
     def render(
         self,
@@ -91,9 +92,22 @@ class ChunkRenderer:
         result.seconds["plan"] += time.perf_counter() - begin
         todo = sorted(range(count) if rows is None else rows)
         view.status[todo] = Status.PENDING
-        for at in range(0, len(todo), _BLOCK):
-            self._block(epoch, first, todo[at : at + _BLOCK], view, convicted or {}, result)
+        for block in self._blocks(todo, view):
+            self._block(epoch, first, block, view, convicted or {}, result)
         return result
+
+    def _blocks(self, rows: list[int], view: SlotView) -> Iterator[list[int]]:
+        block: list[int] = []
+        nbytes = 0
+        for row in rows:
+            size = int(self.index.sizes[view.indices[row]])
+            if block and (len(block) == _BLOCK or nbytes + size > _BLOCK_BYTES):
+                yield block
+                block, nbytes = [], 0
+            block.append(row)
+            nbytes += size
+        if block:
+            yield block
 
     def _block(
         self, epoch: int, first: int, rows: list[int], view: SlotView, convicted: Mapping[int, str], result: Rendered
@@ -110,7 +124,7 @@ class ChunkRenderer:
                 clock.lap("read")
                 view.status[row] = Status.RENDERING
                 pictures[row] = probe(data, self.stream.decode)
-                view.status[row] = Status.PENDING
+                view.status[row] = Status.READ
             except BadPicture as bad:
                 self._reject(view, row, bad, result)
             clock.lap("probe")

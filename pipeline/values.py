@@ -14,11 +14,11 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer, PlainValidator, ValidationInfo
 
+from headrace.connect import LONGEST_PATH
 from headrace.pipeline.backend import resolve
 from headrace.pipeline.problems import show
 
-#: Longest path of a Unix socket; the daemon binds PATH and, for ZeroMQ, PATH.zmq.
-_SOCKET_PATH = 107
+#: The daemon binds PATH and, for ZeroMQ, PATH.zmq.
 _ZMQ_SUFFIX = ".zmq"
 
 _UNITS = {"": 1, "b": 1} | {
@@ -172,10 +172,10 @@ def _check_address(address: str) -> None:
             f"{show(address)} is not an address: it must be ipc://PATH with an absolute path, such as ipc:///run/user/1000/hr.sock"
         )
     length = len(os.fsencode(path + _ZMQ_SUFFIX))
-    if length > _SOCKET_PATH:
+    if length > LONGEST_PATH:
         raise ValueError(
             f"{show(address)}: the path is too long for a Unix socket: {length} bytes with {_ZMQ_SUFFIX} behind it, at"
-            f" most {_SOCKET_PATH} are possible; take a shorter one, for instance in $XDG_RUNTIME_DIR"
+            f" most {LONGEST_PATH} are possible; take a shorter one, for instance in $XDG_RUNTIME_DIR"
         )
 
 

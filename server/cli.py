@@ -114,7 +114,7 @@ def check(
     from headrace.pipeline.dataset import open_index
     from headrace.pipeline.ledger import Ledger
     from headrace.pipeline.spec import Config
-    from headrace.server import memory
+    from headrace.server import ring_size
     from headrace.workers.cpus import usable_cpus, worker_count
 
     loaded = Config.load(config)
@@ -128,9 +128,10 @@ def check(
     for name, stream in loaded.streams.items():
         with _progress(f"listing {name}") as progress:
             index = open_index(stream.dataset, loaded.cache_folder, reindex=reindex, progress=progress)
-        chunks = -(-len(index) // stream.chunk)
-        need = memory.Need(stream.layout, count, chunks, len(loaded.streams))
-        slots = memory.slots(name, loaded.memory, need, memory.available_bytes())
+        chunks = stream.layout.chunks(len(index))
+        need = ring_size.Need(stream.layout, count, chunks, len(loaded.streams))
+        left = ring_size.available_bytes()
+        slots = ring_size.slots(name, loaded.memory, need, left, left)
         prints = stream.fingerprints(index.data_fingerprint)
         _out(
             f"stream {name}: {len(index)} samples, {len(index.classes)} classes, {chunks} chunks of {stream.chunk}; "

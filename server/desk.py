@@ -26,14 +26,11 @@ class Session:
     Attributes:
         pending: request → address, oldest first.
         leases: request → slot.
-        hits, waited: requests that found their chunk ready, and those that did not.
     """
 
     name: str
     pending: OrderedDict[int, Address] = field(default_factory=OrderedDict)
     leases: dict[int, Slot] = field(default_factory=dict)
-    hits: int = 0
-    waited: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +106,6 @@ class Desk:
             raise ValueError(f"request {request} is in use")
         session.pending[request] = address
         self._wanted[address] += 1
-        if (slot := self.cache.find(address)) is not None and slot.state is State.READY:
-            session.hits += 1
-        else:
-            session.waited += 1
 
     def cancel(self, session: Session, request: int | None = None) -> None:
         """Forget pending requests up to and including this one (None: all)."""
@@ -169,6 +162,17 @@ class Desk:
         for session, request in told:
             self._done(session, request)
         self.counters.failed += 1
+        return told
+
+    def give_up(self) -> list[tuple[Session, int]]:
+        """Nothing is computed any more: every request whose chunk is not there; whom to tell."""
+        told = []
+        for session in self._sessions:
+            for request, address in list(session.pending.items()):
+                slot = self.cache.find(address)
+                if slot is None or slot.state is not State.READY:
+                    self._done(session, request)
+                    told.append((session, request))
         return told
 
     def _next_address(self, session: Session) -> Address | None:

@@ -7,6 +7,7 @@ ipc path silently takes the first daemon's clients away. What a killed daemon le
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import grp
 import os
@@ -15,10 +16,11 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import zmq
+
+from headrace.connect import LONGEST_PATH
 from headrace.errors import ConfigError
 
-#: Bytes of the longest path of a Unix socket, without the closing zero.
-_LONGEST = 107
 _BACKLOG = 128
 
 
@@ -42,27 +44,29 @@ class Listener:
         self.path = path
         self.zmq_path = Path(f"{path}.zmq")
         self._lock_path = Path(f"{path}.lock")
-        if len(os.fsencode(self.zmq_path)) > _LONGEST:
+        if len(os.fsencode(self.zmq_path)) > LONGEST_PATH:
             raise ConfigError(
                 f"listen: {path} is {len(os.fsencode(path))} bytes long; with .zmq a Unix socket's path has at most "
-                f"{_LONGEST}: choose a shorter folder"
+                f"{LONGEST_PATH}: choose a shorter folder"
             )
         self._group = None if group is None else _group_id(group)
         self._lock = self._take_lock()
+        self._ours: dict[Path, int] = {}
+        self._spare = -1
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             for left in (self.path, self.zmq_path):
-                _remove_socket(left)
-            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                _remove_dead(left)
             self.socket.setblocking(False)
-            with self.private_files():
+            with _private_files():
                 self.socket.bind(os.fsencode(path))
-            self.admit(path)
+            self._admit(path)
             self.socket.listen(_BACKLOG)
-        except OSError as error:
-            os.close(self._lock)
-            raise ConfigError(f"listen: {path}: {error.strerror}") from error
-        except BaseException:
-            os.close(self._lock)
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise ConfigError(f"listen: {path}: {error.strerror}") from error
             raise
 
     @property
@@ -73,17 +77,21 @@ class Listener:
     def zmq_endpoint(self) -> str:
         return f"ipc://{self.zmq_path}"
 
-    @contextlib.contextmanager
-    def private_files(self) -> Iterator[None]:
-        """Sockets bound within are nobody else's until `admit`."""
-        before = os.umask(0o177)
-        try:
-            yield
-        finally:
-            os.umask(before)
+    def bind_zmq(self, socket: zmq.Socket[bytes]) -> None:
+        """Bind ZeroMQ's socket beside the other one."""
+        with _private_files():
+            socket.bind(self.zmq_endpoint)
+        self._admit(self.zmq_path)
 
-    def admit(self, path: Path) -> None:
-        """Let the configured group in."""
+    def touch(self) -> None:
+        """Keep the files young, for those who sweep old ones out of temporary folders."""
+        for path in (self.path, self.zmq_path, self._lock_path):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    def _admit(self, path: Path) -> None:
+        """The socket that was just bound there is ours, and open to the configured group."""
+        self._ours[path] = path.lstat().st_ino
         if self._group is not None:
             os.chown(path, -1, self._group)
             os.chmod(path, 0o660)
@@ -95,16 +103,31 @@ class Listener:
                 connection, _ = self.socket.accept()
             except BlockingIOError:
                 return
-            except OSError:  # it gave up while it waited, or descriptors ran out: the next poll tries again
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    return  # it gave up while it waited
+                self._turn_away()
                 return
             yield connection, *peer(connection)
+
+    def _turn_away(self) -> None:
+        """No descriptor is left: one more would wait for ever, and poll would report it for ever."""
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            self.socket.accept()[0].close()
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def stop(self) -> None:
         """Take no more connections: those that wait are told so by their end. May be called twice."""
         self.socket.close()
-        for path in (self.path, self.zmq_path):
+        for path, inode in self._ours.items():
             with contextlib.suppress(OSError):
-                path.unlink()
+                if path.lstat().st_ino == inode:
+                    path.unlink()
+        self._ours.clear()
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
 
     def close(self) -> None:
         """Stop, and give the address free. May be called twice."""
@@ -152,21 +175,46 @@ def private_folder() -> Path:
         import tempfile
 
         folder = Path(tempfile.gettempdir()) / f"headrace-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made: {error.strerror}; set XDG_RUNTIME_DIR to a folder of yours"
+        ) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(f"{folder} must be a folder of yours with mode 0700: remove it, or set XDG_RUNTIME_DIR")
     return folder
 
 
-def _remove_socket(path: Path) -> None:
+@contextlib.contextmanager
+def _private_files() -> Iterator[None]:
+    before = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _remove_dead(path: Path) -> None:
+    """Remove a socket that nobody listens on any more."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
         raise ConfigError(f"listen: {path} exists and is no socket")
-    path.unlink()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fsencode(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except BlockingIOError:  # so many wait already
+            pass
+    # Whoever it is, it has lost its lock, or never had one.
+    raise Taken(f"listen: something listens on {path} already")
 
 
 def _group_id(name: str) -> int:

@@ -1,12 +1,13 @@
 """The private daemon of a Loader that brings a configuration: `python -m headrace.server.private`.
 
-It reads `{"path": FILE}` or `{"config": {...}}` from
-standard input and answers with one JSON line on standard output, `{"address": ...}` or `{"kind": ..., "text": ...}`.
+It reads `{"path": FILE}` or `{"config": {...}}`, and `"folder"`, which relative paths are relative to, from standard
+input, and answers with one JSON line on standard output: `{"address", "log"}` or `{"kind", "text"}` of an error.
 There is one private daemon per user and configuration: whoever gets the lock becomes it, everybody else finds it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -42,19 +43,25 @@ def main() -> None:
     try:
         _serve_privately(request)
     except Exception as error:
+        logging.getLogger(__name__).exception("the daemon failed")  # where nobody waits for the reply any more
         kind, text = to_wire(error)
         _reply({"kind": kind, "text": text})
 
 
 def _serve_privately(request: dict[str, Any]) -> None:
+    from headrace import protocol
     from headrace.pipeline.spec import Config
     from headrace.server.listener import Listener, Taken, private_folder
     from headrace.server.service import Service
 
+    # The paths of a mapping are relative to the folder that the trainer was in then.
+    with contextlib.suppress(OSError):
+        os.chdir(request.get("folder", "/"))
     config = Config.load(request["path"] if "path" in request else request["config"])
-    os.chdir("/")  # not before: the paths of a mapping are relative to the trainer's folder
-    key = config.key()[:20]
+    os.chdir("/")
+    key = f"{config.key()[:20]}-{protocol.VERSION}"  # a daemon of another release is another daemon
     path = private_folder() / f"{key}.sock"
+    log = config.cache_folder / "log" / f"{key}.log"
     deadline = time.monotonic() + _FIND_TIMEOUT
     while True:
         try:
@@ -62,14 +69,14 @@ def _serve_privately(request: dict[str, Any]) -> None:
             break
         except Taken:
             if _answers(path):
-                _reply({"address": f"ipc://{path}"})
+                _reply({"address": f"ipc://{path}", "log": str(log)})
                 return
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
-    log = config.cache_folder / "log" / f"{key}.log"
     _log_to(log)
-    Service(config, [listener], private=True).run(lambda addresses: _reply({"address": addresses[0]}))
+    service = Service(config, [listener], private=True)
+    service.run(lambda addresses: _reply({"address": addresses[0], "log": str(log)}))
 
 
 def _answers(path: Path) -> bool:
@@ -97,6 +104,8 @@ def _log_to(file: Path) -> None:
     """Log there; where that cannot be, nowhere: standard error is the trainer's."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if file.exists():
+            file.replace(file.with_suffix(".old.log"))  # it may say why the daemon before has ended
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     except OSError:
         fd = os.open(os.devnull, os.O_WRONLY)

@@ -6,21 +6,21 @@ What is decided lives in `desk` and `cache`; here is only the I/O around it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import resource
 import secrets
 import signal
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 
 import zmq
 
 from headrace import __version__, protocol
-from headrace.channel import Channel, Closed
+from headrace.channel import Closed
 from headrace.errors import HeadraceError, ProtocolError, to_wire
 from headrace.pipeline.index import Index
 from headrace.pipeline.spec import Config, Stream
@@ -39,8 +39,11 @@ from headrace.protocol import (
     Unknown,
     Welcome,
 )
+from headrace.server import ring_size
+from headrace.server.connection import Connection
 from headrace.server.desk import Session
 from headrace.server.listener import Listener
+from headrace.server.signals import Signals
 from headrace.server.streams import Listing, OpenStream, open_stream
 from headrace.workers import cpus, supervisor
 from headrace.workers.loop import Loop
@@ -48,42 +51,45 @@ from headrace.workers.supervisor import Broken, Convicted, Finished, Job, Report
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two looks at what only time brings.
+#: Seconds between two looks at what only time brings, and between two at whether the address is still ours.
 _TICK = 1.0
+_TOUCH = 3600.0
 #: Seconds that a connection may stay without a Hello, and a private daemon without a session after its start.
 _HELLO_TIMEOUT = 10.0
 _FIRST_SESSION = 30.0
 #: Seconds that clients get to release what they are copying when the daemon stops.
 _DRAIN = 2.0
-_MAX_CONNECTIONS = 4096
+#: Messages that are taken in one turn of the loop: one client's flood must not keep the others waiting.
+_TURN = 256
+#: Bytes that a client may leave unread on its connection.
+_UNREAD = 1 << 20
+#: Bytes of a ring that are reserved in one turn, some 20 ms.
+_RESERVE = 64 << 20
+#: Descriptors that a connection takes: its own, its process's, ZeroMQ's. And what is kept for everything else.
+_PER_CONNECTION = 3
+_KEPT = 64
 
 
 @dataclass(eq=False, slots=True)
 class _Host:
-    """A stream of the configuration; `at` once it is open, `listing` while it is being listed."""
+    """A stream of the configuration. It is closed; then listed; then its memory is reserved; then it is open.
+
+    Attributes:
+        number: its place in the configuration, by which workers call it.
+        at: from the listing's end on; clients are welcome once its ring is reserved.
+        waiting: who has said Hello and is not welcome yet.
+    """
 
     number: int
     name: str
     spec: Stream
-    at: OpenStream | None = None
     listing: Listing | None = None
-    waiting: list[_Connection] = field(default_factory=list)
+    at: OpenStream | None = None
+    waiting: list[Connection] = field(default_factory=list)
 
-
-@dataclass(eq=False, slots=True)
-class _Connection:
-    """A Unix connection, and the session that it carries once there was a Hello."""
-
-    channel: Channel
-    listener: Listener
-    pid: int
-    pidfd: int
-    since: float
-    name: str
-    host: _Host | None = None
-    session: Session | None = None
-    token: bytes = b""
-    identity: bytes = b""  # at the ROUTER; known from the session's first message on
+    @property
+    def ready(self) -> OpenStream | None:
+        return self.at if self.at is not None and self.at.reserved else None
 
 
 class Service:
@@ -99,27 +105,32 @@ class Service:
         self._listeners = list(listeners)
         self._private = private
         self._loop = Loop()
-        self._hosts = {name: _Host(i, name, spec) for i, (name, spec) in enumerate(config.streams.items())}
-        self._turns = deque(self._hosts.values())
-        self._connections: set[_Connection] = set()
-        self._sessions: dict[bytes, _Connection] = {}
+        self._hosts = [_Host(i, name, spec) for i, (name, spec) in enumerate(config.streams.items())]
+        self._turns = deque(self._hosts)
+        self._memory = ring_size.available_bytes()
+        self._connections: set[Connection] = set()
+        self._by_token: dict[bytes, Connection] = {}
+        self._by_session: dict[Session, Connection] = {}
         self._supervisor = Supervisor(
             self._loop,
             cpus.worker_count(config.workers.processes, private=private),
             config.workers.backend,
             self._reported,
         )
+        self._most_connections = _descriptors(self._supervisor.count, len(self._hosts))
         self._render_id: str | None = None
         self._broken: str | None = None
+        self._nonsense = 0
         self._stop_signals = 0
         self._stopped_by: signal.Signals | None = None
         self._served = False
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it a message that does not fit vanishes
+        self._router.setsockopt(zmq.SNDHWM, 0)  # a session's answers are bounded by its requests
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.MAXMSGSIZE, protocol.CLIENT_LIMIT)
-        self._started = time.monotonic()
+        self._started = self._touched = time.monotonic()
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -132,7 +143,7 @@ class Service:
         Returns:
             The signal that stopped it, if one did.
         """
-        signals = _Signals(self._signalled)
+        signals = Signals(self._signalled)
         try:
             self._startup(signals)
             ready([listener.address for listener in self._listeners])
@@ -142,12 +153,10 @@ class Service:
             signals.restore()
         return self._stopped_by
 
-    def _startup(self, signals: _Signals) -> None:
+    def _startup(self, signals: Signals) -> None:
         self._loop.watch(signals.fileno(), signals.drain)
         for listener in self._listeners:
-            with listener.private_files():
-                self._router.bind(listener.zmq_endpoint)
-            listener.admit(listener.zmq_path)
+            listener.bind_zmq(self._router)
             self._loop.watch(listener.socket, lambda listener=listener: self._accept(listener))  # type: ignore[misc]
         self._loop.watch(self._router, self._router_readable)
         self._supervisor.start()
@@ -155,32 +164,49 @@ class Service:
     def _main_loop(self) -> None:
         ticked = 0.0
         while not self._stop_signals and not self._deserted():
-            self._loop.run_once(_TICK)
+            self._loop.run_once(0.0 if self._reserve() else _TICK)
             self._pump()
             if time.monotonic() - ticked >= _TICK:
                 ticked = time.monotonic()
-                self._supervisor.tick()
-                self._expire()
+                self._tick()
 
     def _deserted(self) -> bool:
         if not self._private or self._connections:
             return False
         return self._served or time.monotonic() - self._started > _FIRST_SESSION
 
+    def _tick(self) -> None:
+        self._supervisor.tick()
+        now = time.monotonic()
+        for connection in list(self._connections):
+            if connection.stream is None and now - connection.since > _HELLO_TIMEOUT:
+                log.info("%s said no Hello", connection.name)
+                self._end(connection)
+        if self._nonsense:
+            log.warning("%d messages were none", self._nonsense)
+            self._nonsense = 0
+        if now - self._touched > _TOUCH:
+            self._touched = now
+            for listener in self._listeners:
+                listener.touch()
+
     def _shutdown(self) -> None:
         """Three phases: no new clients; those who copy may finish; everything ends. A second signal forces."""
         log.info("stopping: no new clients")
         for listener in self._listeners:
-            self._loop.unwatch(listener.socket.fileno()) if listener.socket.fileno() >= 0 else None
+            self._loop.unwatch(listener.socket)
             listener.stop()
         for connection in list(self._connections):
             self._say(connection, Goodbye(reason="the daemon is stopping"))
         log.info("stopping: clients finish their copies")
         deadline = time.monotonic() + _DRAIN
-        while self._stop_signals < 2 and time.monotonic() < deadline and self._leased():
-            self._loop.run_once(0.05)
+        try:
+            while self._stop_signals < 2 and time.monotonic() < deadline and self._leased():
+                self._loop.run_once(0.05)
+        except Exception:
+            log.exception("stopping goes on")
         log.info("stopping: workers")
-        for host in self._hosts.values():
+        for host in self._hosts:
             if host.listing is not None:
                 host.listing.stop()
         self._supervisor.stop(force=self._stop_signals >= 2)
@@ -188,7 +214,7 @@ class Service:
             self._end(connection)
         self._router.close()
         self._context.term()
-        for host in self._hosts.values():
+        for host in self._hosts:
             if host.at is not None:
                 host.at.close()
         for listener in self._listeners:
@@ -196,71 +222,79 @@ class Service:
         log.info("stopped")
 
     def _leased(self) -> bool:
-        return any(c.session is not None and c.session.leases for c in self._connections)
+        return any(session.leases for session in self._by_session)
 
     def _signalled(self, number: int) -> None:
         self._stop_signals += 1
         self._stopped_by = self._stopped_by or signal.Signals(number)
         log.info("got %s%s", signal.Signals(number).name, ", again: forced" if self._stop_signals > 1 else "")
 
-    def _expire(self) -> None:
-        for connection in list(self._connections):
-            if connection.host is None and time.monotonic() - connection.since > _HELLO_TIMEOUT:
-                log.info("%s said no Hello", connection.name)
-                self._end(connection)
-
     # -- connections --------------------------------------------------------------------------------------------
 
     def _accept(self, listener: Listener) -> None:
         for sock, pid, uid in listener.accept():
-            if len(self._connections) >= _MAX_CONNECTIONS:
-                log.warning("%d connections are the most; one more was closed", _MAX_CONNECTIONS)
+            if len(self._connections) >= self._most_connections:
+                log.warning("%d connections are the most, one more was closed; see ulimit -n", self._most_connections)
                 sock.close()
                 continue
-            connection = _Connection(
-                Channel(sock, limit=protocol.CLIENT_LIMIT),
-                listener,
-                pid,
-                _pidfd(pid),
-                time.monotonic(),
-                f"client {pid} (uid {uid})",
-            )
+            connection = Connection.accepted(sock, pid, uid, listener)
             self._connections.add(connection)
             self._watch(connection)
             if connection.pidfd >= 0:
                 self._loop.watch(connection.pidfd, lambda c=connection: self._end(c))  # type: ignore[misc]
 
-    def _watch(self, connection: _Connection) -> None:
+    def _watch(self, connection: Connection) -> None:
         channel = connection.channel
         self._loop.watch(channel, lambda: self._heard(connection), write=channel.pending)
 
-    def _heard(self, connection: _Connection) -> None:
+    def _heard(self, connection: Connection) -> None:
         try:
             connection.channel.flush()
             self._watch(connection)
             for frame, _ in connection.channel.receive():
+                if connection.expelled:
+                    continue
                 self._session_message(connection, protocol.decode_session_request(frame))
                 if connection not in self._connections:
                     return
         except Closed:
             self._end(connection)
         except ProtocolError as error:
-            log.warning("%s: %s", connection.name, error)
-            self._refuse(connection, *to_wire(error))
+            self._expel(connection, str(error), Refused(kind="ProtocolError", text=str(error)))
+        except Exception as error:  # one client's trouble, whatever it is, is not the others'
+            log.exception("%s", connection.name)
+            self._expel(connection, str(error), Refused(kind="HeadraceError", text=f"the daemon failed: {error}"))
 
-    def _say(self, connection: _Connection, message: protocol.Message, *fds: int) -> None:
+    def _say(self, connection: Connection, message: protocol.Message, *fds: int) -> None:
         try:
+            if connection.channel.queued_bytes > _UNREAD:
+                log.warning("%s does not read what it is told", connection.name)
+                raise Closed
             connection.channel.post(protocol.encode(message), fds)
-        except Closed:
+        except (Closed, OSError) as error:
+            if not isinstance(error, Closed):
+                log.error("%s: %s", connection.name, error)
             self._end(connection)
         else:
             self._watch(connection)
 
-    def _refuse(self, connection: _Connection, kind: str, text: str) -> None:
+    def _refuse(self, connection: Connection, kind: str, text: str) -> None:
         self._say(connection, Refused(kind=kind, text=text))
         self._end(connection)
 
-    def _end(self, connection: _Connection) -> None:
+    def _expel(self, connection: Connection, reason: str, message: protocol.Message | None = None) -> None:
+        """The session is over for a reason of ours. Its reader may be in the middle of a copy: leases stay."""
+        log.warning("%s: expelled: %s", connection.name, reason)
+        connection.expelled = True
+        self._by_token.pop(connection.token, None)
+        self._say(connection, message or Goodbye(reason=reason))
+        host = self._host(connection)
+        if connection.session is None or host is None or host.at is None or not connection.session.leases:
+            self._end(connection)
+        else:
+            host.at.desk.cancel(connection.session)
+
+    def _end(self, connection: Connection) -> None:
         """The connection is over. Its process is dead or has closed the mapping, so its leases end with it."""
         if connection not in self._connections:
             return
@@ -268,44 +302,50 @@ class Service:
         self._loop.unwatch(connection.channel)
         if connection.pidfd >= 0:
             self._loop.unwatch(connection.pidfd)
-            os.close(connection.pidfd)
-        connection.channel.close()
-        host = connection.host
+        connection.close()
+        host = self._host(connection)
         if host is not None and connection in host.waiting:
             host.waiting.remove(connection)
         if connection.session is not None and host is not None and host.at is not None:
             host.at.desk.leave(connection.session)
-            del self._sessions[connection.token]
+            self._by_token.pop(connection.token, None)
+            del self._by_session[connection.session]
             log.info("%s left stream %s", connection.name, host.name)
 
-    def _session_message(self, connection: _Connection, message: Hello | Ping) -> None:
+    def _host(self, connection: Connection) -> _Host | None:
+        return next((host for host in self._hosts if host.name == connection.stream), None)
+
+    def _session_message(self, connection: Connection, message: Hello | Ping) -> None:
         if isinstance(message, Ping):
             self._say(connection, self._pong())
             return
-        if connection.host is not None:
+        if connection.stream is not None:
             raise ProtocolError("a second Hello on one connection")
         self._served = True
-        names = ", ".join(self._hosts)
-        name = message.stream if message.stream is not None or len(self._hosts) > 1 else next(iter(self._hosts))
+        names = ", ".join(host.name for host in self._hosts)
+        name = message.stream if message.stream is not None or len(self._hosts) > 1 else self._hosts[0].name
+        host = next((host for host in self._hosts if host.name == name), None)
         if message.transport != "shm":
             self._refuse(connection, "ConfigError", f"transport {message.transport!r} is not offered here, only 'shm'")
         elif name is None:
             self._refuse(connection, "ConfigError", f"stream: this daemon has several, name one of: {names}")
-        elif name not in self._hosts:
+        elif host is None:
             self._refuse(connection, "ConfigError", f"stream: there is no {name!r} here, only: {names}")
         else:
-            connection.host = self._hosts[name]
+            connection.stream = name
             connection.name += f" {message.client}" if message.client else ""
-            connection.host.waiting.append(connection)
-            self._open(connection.host)
+            host.waiting.append(connection)
+            self._open(host)
 
     def _pong(self) -> Pong:
         return Pong(
             pid=os.getpid(),
             version=__version__,
             workers=self._supervisor.pids,
-            streams={name: host.at.status() if host.at else None for name, host in self._hosts.items()},
-            sessions=len(self._sessions),
+            deaths=self._supervisor.deaths,
+            seconds=self._supervisor.seconds,
+            streams={host.name: host.ready.status() if host.ready else None for host in self._hosts},
+            sessions=len(self._by_token),
         )
 
     # -- streams ------------------------------------------------------------------------------------------------
@@ -316,9 +356,9 @@ class Service:
             self._refuse_waiting(host, "HeadraceError", self._broken)
         elif host.at is None and host.listing is None:
             self._list(host)
-        elif host.at is not None and self._render_id is not None:
+        elif host.ready is not None and self._render_id is not None:
             for connection in list(host.waiting):
-                self._welcome(host, host.at, connection, self._render_id)
+                self._welcome(host, host.ready, connection, self._render_id)
             host.waiting.clear()
 
     def _list(self, host: _Host) -> None:
@@ -328,10 +368,10 @@ class Service:
                 self._loop,
                 host.spec,
                 self._config.cache_folder,
-                lambda done, total: self._listing(host, done, total),
+                lambda done, total: self._progress(host, "files", done, total),
                 lambda result: self._listed(host, result),
             )
-        except OSError as error:
+        except (OSError, Closed) as error:
             log.error("stream %s: the indexer cannot be started: %s", host.name, error)
             self._refuse_waiting(host, "DatasetError", f"the indexer cannot be started: {error}")
 
@@ -340,27 +380,45 @@ class Service:
             self._refuse(connection, kind, text)
         host.waiting.clear()
 
-    def _listing(self, host: _Host, done: int, total: int) -> None:
+    def _progress(self, host: _Host, unit: str, done: int, total: int) -> None:
         for connection in list(host.waiting):
             if not connection.channel.pending:  # who does not read does not need older news
-                self._say(connection, Indexing(stream=host.name, done=done, total=total))
+                self._say(connection, Indexing(stream=host.name, unit=unit, done=done, total=total))
 
     def _listed(self, host: _Host, result: Index | tuple[str, str]) -> None:
         host.listing = None
-        try:
-            if isinstance(result, tuple):
-                kind, text = result
-                log.error("stream %s: %s", host.name, text)
-                self._refuse_waiting(host, kind, text)
-                return
-            host.at = open_stream(self._config, host.name, result, self._supervisor.in_flight)
-        except (HeadraceError, OSError) as error:
-            log.error("stream %s: %s", host.name, error)
-            assert isinstance(result, Index)
-            result.close()
-            self._refuse_waiting(host, *to_wire(error))
+        if isinstance(result, tuple):
+            self._not_opened(host, *result)
             return
-        at = host.at
+        try:
+            host.at = open_stream(self._config, host.name, result, self._supervisor.in_flight, self._memory)
+        except HeadraceError as error:
+            self._not_opened(host, *to_wire(error))
+
+    def _not_opened(self, host: _Host, kind: str, text: str) -> None:
+        log.error("stream %s: %s", host.name, text)
+        self._refuse_waiting(host, kind, text)
+
+    def _reserve(self) -> bool:
+        """Go on with reserving memory for streams that are being opened; whether there is more to do."""
+        for host in self._hosts:
+            if host.at is None or host.at.reserved:
+                continue
+            try:
+                host.at.reserve(_RESERVE)
+            except HeadraceError as error:
+                host.at.close()
+                host.at = None
+                self._not_opened(host, *to_wire(error))
+                continue
+            ring = host.at.ring
+            self._progress(host, "MiB", ring.reserved >> 20, ring.nbytes >> 20)
+            if not host.at.reserved:
+                return True
+            self._opened(host, host.at)
+        return False
+
+    def _opened(self, host: _Host, at: OpenStream) -> None:
         for notice in at.index.notices:
             log.info("stream %s: %s", host.name, notice)
         for index, reason in at.ledger.convicted.items():
@@ -368,12 +426,17 @@ class Service:
         self._supervisor.open_stream(host.number, host.spec, at.ring, at.index, at.ledger.convicted)
         self._open(host)
 
-    def _welcome(self, host: _Host, at: OpenStream, connection: _Connection, render_id: str) -> None:
+    def _welcome(self, host: _Host, at: OpenStream, connection: Connection, render_id: str) -> None:
+        try:
+            ring_fd = at.ring.read_only_fd()
+        except OSError as error:
+            self._refuse(connection, "HeadraceError", f"the daemon has no descriptor left for one more client: {error}")
+            return
         connection.token = secrets.token_bytes(16)
         connection.session = Session(connection.name)
         at.desk.join(connection.session)
-        self._sessions[connection.token] = connection
-        ring_fd = at.ring.read_only_fd()
+        self._by_token[connection.token] = connection
+        self._by_session[connection.session] = connection
         spec = host.spec
         welcome = Welcome(
             pid=os.getpid(),
@@ -401,62 +464,61 @@ class Service:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def _router_readable(self) -> None:
-        while True:
+        for _ in range(_TURN):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frames) == 2:  # anything else is none of ours
+            if len(frames) == 2:
                 self._request(frames[0], frames[1])
+            else:
+                self._nonsense += 1
 
     def _request(self, identity: bytes, data: bytes) -> None:
         try:
             message = protocol.decode_client(data)
         except ProtocolError as error:
-            log.warning("a message that is none: %s", error)
+            log.debug("a message that is none: %s", error)
+            self._nonsense += 1
             return
-        connection = self._sessions.get(message.token)
+        connection = self._by_token.get(message.token)
         if connection is None:
-            self._answer(identity, Unknown(token=message.token[:16]))
+            self._answer(identity, Unknown(token=message.token))
             return
         connection.identity = identity
-        assert connection.host is not None and connection.host.at is not None and connection.session is not None
-        desk = connection.host.at.desk
+        host = self._host(connection)
+        assert host is not None and host.at is not None and connection.session is not None
         match message:
             case Get():
-                self._get(connection, connection.host.at, connection.session, message)
+                self._get(connection, host.at, connection.session, message)
             case Release(request=request):
-                desk.release(connection.session, request)
+                host.at.desk.release(connection.session, request)
             case Cancel(request=request):
-                desk.cancel(connection.session, request)
+                host.at.desk.cancel(connection.session, request)
 
-    def _get(self, connection: _Connection, at: OpenStream, session: Session, get: Get) -> None:
-        if not (0 <= get.chunk < at.chunks and 0 <= get.epoch < 1 << 63):
-            text = f"epoch {get.epoch}, chunk {get.chunk}: an epoch of this stream has chunks 0 to {at.chunks - 1}"
-            self._answer(connection.identity, Failed(request=get.request, kind="ProtocolError", text=text))
-        elif len(session.pending) >= protocol.MAX_OUTSTANDING:
+    def _get(self, connection: Connection, at: OpenStream, session: Session, get: Get) -> None:
+        if get.chunk >= at.chunks:
+            self._expel(connection, f"it asked for chunk {get.chunk}, an epoch has the chunks 0 to {at.chunks - 1}")
+        elif len(session.pending) + len(session.leases) >= protocol.MAX_OUTSTANDING:
             self._expel(connection, f"more than {protocol.MAX_OUTSTANDING} requests outstanding")
+        elif self._broken is not None:
+            self._tell(connection, Failed(request=get.request, kind="HeadraceError", text=self._broken))
         else:
             try:
                 at.desk.get(session, get.request, (get.epoch, get.chunk))
             except ValueError as error:
                 self._expel(connection, str(error))
 
-    def _expel(self, connection: _Connection, reason: str) -> None:
-        log.warning("%s: session ended: %s", connection.name, reason)
-        self._say(connection, Goodbye(reason=reason))
-        self._end(connection)
-
     def _answer(self, identity: bytes, message: protocol.Message) -> bool:
         try:
             self._router.send_multipart([identity, protocol.encode(message)], zmq.NOBLOCK)
-        except (zmq.Again, zmq.ZMQError) as error:
+        except zmq.ZMQError as error:
             log.debug("an answer could not be sent: %s", error)
             return False
         return True
 
-    def _tell(self, connection: _Connection, message: protocol.Message) -> None:
-        if not self._answer(connection.identity, message):
+    def _tell(self, connection: Connection, message: protocol.Message) -> None:
+        if not connection.expelled and not self._answer(connection.identity, message):
             # A lost answer would leave the client waiting; a lost session makes it ask again.
             self._expel(connection, "an answer could not be sent")
 
@@ -464,8 +526,7 @@ class Service:
 
     def _pump(self) -> None:
         """Deliver what is ready, then give the workers what is wanted next."""
-        by_session = {c.session: c for c in self._connections if c.session is not None}
-        for host in self._hosts.values():
+        for host in self._hosts:
             if host.at is None:
                 continue
             for delivery in host.at.desk.deliveries():
@@ -478,7 +539,8 @@ class Service:
                     window=host.at.desk.window,
                     rejects=slot.rejects,
                 )
-                self._tell(by_session[delivery.session], chunk)
+                if (connection := self._by_session.get(delivery.session)) is not None:
+                    self._tell(connection, chunk)
         while self._supervisor.idle and self._submit_one():
             pass
 
@@ -499,66 +561,47 @@ class Service:
         match report:
             case Started(render_id=render_id):
                 self._render_id, self._broken = render_id, None
-                for host in self._hosts.values():
+                for host in self._hosts:
                     if host.waiting:
                         self._open(host)
             case Broken(text=text):
                 self._broken = text
-                for host in self._hosts.values():
+                for host in self._hosts:
                     self._refuse_waiting(host, "HeadraceError", text)
+                    if host.at is not None:
+                        self._fail(host.at.desk.give_up(), "HeadraceError", text)
             case Convicted(stream=number, index=index, reason=reason):
-                at = self._by_number(number)
+                at = self._stream(number)
                 log.error("%s is not rendered any more: %s", at.index.shown_full(index), reason)
                 at.ledger.convict(index, reason)
             case Finished(job=job, rejects=rejects, render_id=render_id):
-                desk = self._by_number(job.stream).desk
+                desk = self._stream(job.stream).desk
                 desk.filled(desk.cache.slots[job.slot], rejects, render_id)
             case supervisor.Failed(job=job, kind=kind, text=text):
-                desk = self._by_number(job.stream).desk
-                told = desk.failed(desk.cache.slots[job.slot])
                 log.error("chunk %d of epoch %d failed: %s", job.chunk, job.epoch, text)
-                for connection in list(self._connections):
-                    for session, request in told:
-                        if connection.session is session:
-                            self._tell(connection, Failed(request=request, kind=kind, text=text))
+                desk = self._stream(job.stream).desk
+                self._fail(desk.failed(desk.cache.slots[job.slot]), kind, text)
 
-    def _by_number(self, number: int) -> OpenStream:
-        at = next(host.at for host in self._hosts.values() if host.number == number)
+    def _fail(self, requests: list[tuple[Session, int]], kind: str, text: str) -> None:
+        for session, request in requests:
+            if (connection := self._by_session.get(session)) is not None:
+                self._tell(connection, Failed(request=request, kind=kind, text=text))
+
+    def _stream(self, number: int) -> OpenStream:
+        at = self._hosts[number].at
         assert at is not None
         return at
 
 
-class _Signals:
-    """SIGTERM and SIGINT as something to poll; the handlers before are put back at the end."""
+def _descriptors(workers: int, streams: int) -> int:
+    """How many connections there may be; the process's limit is raised as far as it goes.
 
-    def __init__(self, called: Callable[[int], None]) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        self._called = called
-        self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT)}
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._called(number)
-
-    def drain(self) -> None:
-        self._reader.recv(4096)
-
-    def restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup)
-        self._reader.close()
-        self._writer.close()
-
-
-def _pidfd(pid: int) -> int:
-    """Of a client; -1 where its PID means nothing here (another PID namespace): then its connection's end must do."""
-    try:
-        return os.pidfd_open(pid) if pid > 0 else -1
-    except OSError:
-        return -1
+    A daemon without a descriptor left could not even say so: libzmq ends a process whose accept fails for that.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    if soft == resource.RLIM_INFINITY:
+        soft = 1 << 20
+    return max(1, (soft - _KEPT - 4 * workers - 8 * streams) // _PER_CONNECTION)

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 
 from headrace.channel import Closed
-from headrace.errors import ProtocolError
+from headrace.errors import ConfigError, ProtocolError
 from headrace.pipeline.index import Index
 from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.spec import Config, Stream
 from headrace.protocol import Fingerprints, StreamStatus
-from headrace.server import memory
+from headrace.server import ring_size
 from headrace.server.desk import Desk
 from headrace.slots import Ring
 from headrace.workers import messages
@@ -37,13 +37,25 @@ class OpenStream:
     ledger: Ledger
     fingerprints: Fingerprints
 
+    reserved: bool = False
+
     @property
     def chunks(self) -> int:
-        return -(-len(self.index) // self.ring.layout.chunk)
+        return self.ring.layout.chunks(len(self.index))
 
     def rows(self, chunk: int) -> int:
-        size = self.ring.layout.chunk
-        return min(size, len(self.index) - chunk * size)
+        return self.ring.layout.rows(len(self.index), chunk)
+
+    def reserve(self, nbytes: int) -> None:
+        """So much more of the ring's memory.
+
+        Raises:
+            ConfigError: it is not there.
+        """
+        try:
+            self.reserved = self.ring.reserve(nbytes)
+        except OSError as error:
+            raise ConfigError(_no_memory(self.ring.nbytes, error)) from error
 
     def status(self) -> StreamStatus:
         done = self.desk.counters
@@ -61,23 +73,47 @@ class OpenStream:
         self.index.close()
 
 
-def open_stream(config: Config, name: str, index: Index, in_flight: int) -> OpenStream:
-    """Reserve the ring and set up the desk; owns the index from now on.
+def open_stream(config: Config, name: str, index: Index, in_flight: int, memory: int) -> OpenStream:
+    """Lay out the ring, its memory yet to be reserved, and set up the desk.
+
+    Args:
+        index: owned from now on.
+        memory: bytes that the machine left when the daemon started, so that streams opened later get as much.
 
     Raises:
-        ConfigError: the memory does not suffice, or is not there.
+        ConfigError: the memory does not suffice.
     """
     spec = config.streams[name]
-    chunks = -(-len(index) // spec.chunk)
-    need = memory.Need(spec.layout, in_flight, chunks, len(config.streams))
-    count = memory.slots(name, config.memory, need, memory.available_bytes())
-    ring = Ring.create(spec.layout, count)
+    chunks = spec.layout.chunks(len(index))
+    try:
+        need = ring_size.Need(spec.layout, in_flight, chunks, len(config.streams))
+        count = ring_size.slots(name, config.memory, need, memory, ring_size.available_bytes())
+        desk, ledger = Desk(count, in_flight, chunks), Ledger(index)
+        ring = _begin(spec, count)
+    except BaseException:
+        index.close()
+        raise
     log.info(
         "stream %s: %d samples in %d chunks; memory for %d chunks (%d MiB)",
-        name, len(index), chunks, count, count * spec.layout.stride >> 20,
-    )  # fmt: skip
-    return OpenStream(
-        index, ring, Desk(count, in_flight, chunks), Ledger(index), spec.fingerprints(index.data_fingerprint)
+        name,
+        len(index),
+        chunks,
+        count,
+        ring.nbytes >> 20,
+    )
+    return OpenStream(index, ring, desk, ledger, spec.fingerprints(index.data_fingerprint))
+
+
+def _begin(spec: Stream, count: int) -> Ring:
+    try:
+        return Ring.begin(spec.layout, count)
+    except OSError as error:
+        raise ConfigError(_no_memory(count * spec.layout.stride, error)) from error
+
+
+def _no_memory(nbytes: int, error: OSError) -> str:
+    return (
+        f"memory: {nbytes} bytes for the slots of a stream are not to be had: {error.strerror}; make `memory` smaller"
     )
 
 
@@ -112,7 +148,8 @@ class Listing:
         self._progress = progress
         self._done = done
         self._child = Child("headrace.workers.indexer", descriptors=1)
-        self._child.channel.post(messages.encode(Build(spec=json.dumps(spec.plain()), cache_dir=str(cache_dir))))
+        build = Build(spec=json.dumps(spec.plain()), cache_dir=str(cache_dir))
+        self._child.channel.post(messages.encode(build))
         loop.watch(self._child.channel, self._heard)
 
     def _heard(self) -> None:
@@ -145,5 +182,5 @@ class Listing:
         """End the indexer, whatever it is doing."""
         self._loop.unwatch(self._child.channel)
         self._child.kill()
-        self._child.reap(timeout=10.0)
+        self._child.reap(timeout=1.0)  # one that hangs in a dead disk goes when it can
         self._child.close()

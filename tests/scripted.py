@@ -216,7 +216,7 @@ class ScriptedDaemon:
                 assert isinstance(message, Hello)
                 self.hellos.append(message)
                 for done in range(self._indexing or 0):
-                    channel.post(encode(Indexing(stream="train", done=done, total=self._indexing or 0)))
+                    channel.post(encode(Indexing(stream="train", unit="files", done=done, total=self._indexing or 0)))
                 if self._refuse is not None:
                     channel.post(encode(self._refuse))
                 elif self._indexing is not None:

@@ -53,12 +53,13 @@ class Daemon:
         workers: int = 2,
         slots: int | None = None,
         group: str | None = None,
+        backend: str = "auto",
         name: str = "d",
     ) -> None:
         self.address = f"ipc://{folder}/{name}.sock"
         self.config = folder / f"{name}.yaml"
         self.log = folder / f"{name}.log"
-        document = {"listen": self.address, "workers": {"processes": workers}, "streams": streams}
+        document = {"listen": self.address, "workers": {"processes": workers, "backend": backend}, "streams": streams}
         if slots is not None:
             document["memory"] = f"{slots} slots"
         if group is not None:
@@ -66,10 +67,11 @@ class Daemon:
         self.config.write_text(yaml.safe_dump(document))
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> Daemon:
+    def start(self, *, limit_descriptors: int | None = None) -> Daemon:
+        limit = [] if limit_descriptors is None else ["prlimit", f"--nofile={limit_descriptors}"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "headrace.server", "serve", str(self.config)],
+                [*limit, sys.executable, "-m", "headrace.server", "serve", str(self.config)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,

@@ -1,14 +1,12 @@
 """The indexer process: lists a data set, or opens the cached list, and hands its descriptor over.
 
-`python -m headrace.workers.indexer FD`. A process of its own because it walks a file system for minutes, with
+`python -m headrace.workers.indexer FD PID`. A process of its own because it walks a file system for minutes, with
 threads, while the daemon's loop goes on, and because its memory is gone with it.
 """
 
 from __future__ import annotations
 
 import json
-import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -19,6 +17,7 @@ from headrace.pipeline.dataset import open_index
 from headrace.pipeline.spec import Stream
 from headrace.workers import messages
 from headrace.workers.messages import BuildFailed, Built, Progress
+from headrace.workers.process import attach_to_parent
 
 _TIMEOUT = 60.0
 #: Seconds between two reports of progress.
@@ -51,8 +50,7 @@ def build(channel: Channel) -> None:
 
 
 def main(argv: list[str]) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=int(argv[1])))
+    channel = Channel(attach_to_parent(argv))
     try:
         build(channel)
     except Closed:

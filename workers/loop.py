@@ -37,8 +37,11 @@ class Loop:
 
     def run_once(self, timeout: float) -> None:
         """Wait at most `timeout` seconds, then call back for everything that is ready and still watched."""
+        before = self._callbacks.copy()
         for key, _ in self._poller.poll(int(timeout * 1000)):
-            if (callback := self._callbacks.get(key)) is not None:
+            # One that was watched since has taken over a closed one's descriptor: what was ready is not it.
+            callback = self._callbacks.get(key)
+            if callback is not None and callback is before.get(key):
                 callback()
 
     @staticmethod

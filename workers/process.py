@@ -6,18 +6,36 @@ again, no helper process stays behind. The child has its own session, so a termi
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 from headrace.channel import Channel
+
+_PR_SET_PDEATHSIG = 1
+
+
+def attach_to_parent(argv: list[str]) -> socket.socket:
+    """In a child, first of all: its end of the socket pair. From now on it dies with its parent, at once.
+
+    The end of the socket pair would tell it too, but only when it is done with what it is doing.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to a terminal's whole group; the daemon decides
+    # The signal comes when the *thread* that started us ends; a daemon's is its main thread.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(argv[2]):
+        os._exit(0)  # it was gone before
+    return socket.socket(fileno=int(argv[1]))
 
 
 class Child:
     """
     Args:
-        module: run as `python -m module FD ARG...`, FD being its end of the socket pair.
+        module: run as `python -m module FD PID ARG...`: its end of the socket pair, and us.
         descriptors: how many descriptors one of its frames may bring.
 
     Raises:
@@ -31,7 +49,7 @@ class Child:
             with theirs:
                 self._process = subprocess.Popen(
                     # -P: a file in the working directory must not stand in for a module.
-                    [sys.executable, "-P", "-m", module, str(theirs.fileno()), *args],
+                    [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid()), *args],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -46,6 +64,14 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP, a debugger)."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:
+            return False
 
     def kill(self) -> None:
         self._process.kill()

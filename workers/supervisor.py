@@ -32,9 +32,11 @@ from headrace.workers.process import Child
 
 log = logging.getLogger(__name__)
 
-#: Seconds without a finished row after which a worker counts as hung. A row is one picture: reading and decoding the
-#: largest that the default limits let through takes a few seconds.
-HANG_TIMEOUT = 20.0
+#: Seconds without any progress after which a worker counts as hung. Progress is a row that was read or finished; the
+#: largest picture that the default limits let through takes minutes as JPEG 2000, on a machine that has other work.
+HANG_TIMEOUT = 300.0
+#: The same for one that somebody has stopped: it is not working on anything.
+STOPPED_TIMEOUT = 20.0
 #: Workers that end by themselves before they are ready, in a row, after which there is no point in waiting.
 _STARTS = 3
 #: Seconds before the next start, by the number of workers in a row that ended before they were ready.
@@ -124,6 +126,7 @@ class _Worker:
     seen: bytes = b""  # the statuses of the job's rows when they last changed,
     moved: float = 0.0  # and when that was
     deaf: float | None = None  # since when its channel is of no use
+    hung: str = ""  # why it was killed, if it was for hanging
 
     @property
     def free(self) -> bool:
@@ -181,11 +184,6 @@ class Supervisor:
         """Whether `submit` would give the job to a worker at once."""
         return not self._again and any(worker.free for worker in self._workers)
 
-    @property
-    def busy(self) -> int:
-        """Chunks under way, those waiting for another worker included."""
-        return len(self._again) + sum(worker.job is not None for worker in self._workers)
-
     def start(self) -> None:
         while len(self._workers) < self.count and self._start_one():
             pass
@@ -214,10 +212,18 @@ class Supervisor:
             statuses = self._streams[worker.job.stream].ring.views[worker.job.slot].status.tobytes()
             if statuses != worker.seen:
                 worker.seen, worker.moved = statuses, now
-            elif now - worker.moved > self._hang_timeout:
-                log.error("worker %d has finished no picture for %.0f s: killed", worker.child.pid, self._hang_timeout)
-                worker.child.kill()
-                worker.moved = now
+            else:
+                self._check_hung(worker, now - worker.moved)
+
+    def _check_hung(self, worker: _Worker, silent: float) -> None:
+        if silent > self._hang_timeout:
+            worker.hung = f"it hung for {silent:.0f} s"
+        elif silent > min(STOPPED_TIMEOUT, self._hang_timeout) and worker.child.stopped:
+            worker.hung = f"it was stopped for {silent:.0f} s"
+        else:
+            return
+        log.error("worker %d: %s: killed", worker.child.pid, worker.hung)
+        worker.child.kill()
 
     def stop(self, *, force: bool = False) -> None:
         """End all workers: by closing their channels, after a grace period by SIGKILL. None is left."""
@@ -261,6 +267,10 @@ class Supervisor:
             worker.child.channel.post(messages.encode(message), fds)
         except Closed:
             return  # its pidfd says the rest
+        except OSError as error:  # it has missed something: another one, later, will not
+            log.error("worker %d cannot be told: %s: killed", worker.child.pid, error)
+            worker.child.kill()
+            return
         self._watch_channel(worker)
 
     def _watch_channel(self, worker: _Worker) -> None:
@@ -291,7 +301,8 @@ class Supervisor:
             self._report(Started(message.render_id))
             return
         job, worker.job = worker.job, None
-        assert job is not None and worker.render_id is not None
+        if job is None or worker.render_id is None:
+            raise ProtocolError("an answer that nobody asked for")
         if isinstance(message, RenderFailed):
             self._report(Failed(job, message.kind, message.text))
             return
@@ -316,7 +327,7 @@ class Supervisor:
         worker.child.close()
         self._workers.remove(worker)
         self.deaths += 1
-        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        how = worker.hung or (f"signal {-status}" if status < 0 else f"exit status {status}")
         log.warning("worker %d ended by %s%s", worker.child.pid, how, "" if worker.job is None else ", at work")
         if worker.render_id is None:
             self._short_lives += 1

@@ -1,4 +1,4 @@
-"""The worker process, `python -m headrace.workers.worker FD BACKEND`: an address comes, a slot is filled.
+"""The worker process, `python -m headrace.workers.worker FD PID BACKEND`: an address comes, a slot is filled.
 
 It lives as long as its daemon: the end of the socket pair is its end. It is single-threaded, holds no state but
 caches of the pure function, and may be killed at any moment.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
-import socket
 import sys
 from dataclasses import dataclass
 
@@ -22,6 +20,7 @@ from headrace.pipeline.spec import Stream
 from headrace.slots import Ring
 from headrace.workers import messages
 from headrace.workers.messages import Convict, Open, Ready, Render, Rendered, RenderFailed
+from headrace.workers.process import attach_to_parent
 
 log = logging.getLogger("headrace.worker")
 
@@ -89,10 +88,9 @@ class Worker:
 
 
 def main(argv: list[str]) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal group; the daemon decides
+    channel = Channel(attach_to_parent(argv), descriptors=2)
     logging.basicConfig(format="%(asctime)s %(name)s[%(process)d] %(levelname)s %(message)s", level=logging.INFO)
-    channel = Channel(socket.socket(fileno=int(argv[1])), descriptors=2)
-    backend = make(argv[2])
+    backend = make(argv[3])
     try:
         Worker(channel, backend).run()
     except Closed:

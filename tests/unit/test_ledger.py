@@ -40,6 +40,20 @@ def test_a_file_that_was_replaced_since_is_innocent(many: Callable[[int], Path],
     index.close()
 
 
+def test_a_conviction_follows_its_file_when_the_listing_grows(many: Callable[[int], Path], home: Path) -> None:
+    folder = many(8)
+    index = open_index(dataset(folder), home / "cache")
+    path = index.path(5)
+    Ledger(index).convict(5, "it kills")
+    index.close()
+    first = sorted(folder.glob("*/*"))[0]
+    os.link(first, first.with_name("!" + first.name))
+    index = open_index(dataset(folder), home / "cache", reindex=True)
+    [(line, reason)] = Ledger(index).convicted.items()
+    assert (index.path(line), reason) == (path, "it kills") and line == 6
+    index.close()
+
+
 def test_lines_that_are_none_are_passed_over(
     many: Callable[[int], Path], home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -50,7 +64,7 @@ def test_lines_that_are_none_are_passed_over(
         file.write('not json\n[1]\n{"index": "x"}\n{"index": 99, "reason": ""}\n')
     with caplog.at_level(logging.WARNING):
         assert Ledger(index).convicted == {5: "it kills"}
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == 4
     index.close()
 
 

@@ -43,7 +43,7 @@ def stop() -> Iterator[int]:
     os.close(fd)
 
 
-ANSWER = "print(json.dumps({'address': 'ipc:///run/x.sock'}))"
+ANSWER = "print(json.dumps({'address': 'ipc:///run/x.sock', 'log': '/var/x.log'}))"
 
 
 class Described:
@@ -67,13 +67,24 @@ def test_the_configuration_goes_as_json_and_the_address_comes_back(
 ) -> None:
     act(ANSWER)
     assert PrivateDaemon(source).address(timeout=20, stop=stop) == "ipc:///run/x.sock"
-    assert json.loads((tmp_path / "request").read_text()) == request_
+    assert json.loads((tmp_path / "request").read_text()) == request_ | {"folder": str(Path.cwd())}
 
 
 def test_a_relative_path_is_of_this_process(act: Act, stop: int, tmp_path: Path) -> None:
     act(ANSWER)
     PrivateDaemon("x.yaml").address(timeout=20, stop=stop)
-    assert json.loads((tmp_path / "request").read_text()) == {"path": str(Path.cwd() / "x.yaml")}
+    assert json.loads((tmp_path / "request").read_text())["path"] == str(Path.cwd() / "x.yaml")
+
+
+def test_relative_paths_stay_relative_to_the_folder_that_the_loader_was_made_in(
+    act: Act, stop: int, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    act(ANSWER)
+    folder = Path.cwd()
+    daemon = PrivateDaemon({"streams": {}})
+    monkeypatch.chdir(home)
+    daemon.address(timeout=20, stop=stop)
+    assert json.loads((tmp_path / "request").read_text())["folder"] == str(folder)
 
 
 def test_an_error_that_is_reported_is_raised_as_what_it_is(act: Act, stop: int) -> None:

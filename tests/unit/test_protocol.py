@@ -170,10 +170,12 @@ SOME: dict[type[Message], st.SearchStrategy[Message]] = {
         pid=counts,
         version=names,
         workers=st.lists(counts, max_size=3),
+        deaths=counts,
+        seconds=st.dictionaries(names, st.floats(0, 1e9), max_size=3),
         streams=st.dictionaries(names, st.none() | st.builds(protocol.StreamStatus, *[counts] * 6), max_size=3),
         sessions=counts,
     ),
-    protocol.Indexing: st.builds(protocol.Indexing, stream=names, done=counts, total=counts),
+    protocol.Indexing: st.builds(protocol.Indexing, stream=names, unit=names, done=counts, total=counts),
     protocol.Welcome: st.builds(
         protocol.Welcome,
         pid=counts,

@@ -8,8 +8,7 @@ from pathlib import Path
 from headrace.errors import ConfigError
 from headrace.pipeline.spec import Memory
 from headrace.slots import SlotLayout
-
-_CGROUP = Path("/sys/fs/cgroup")
+from headrace.workers.cgroup import memory_left
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +37,13 @@ class Need:
         return max(2 * self.chunks, self.fewest + 1)
 
 
-def slots(name: str, memory: Memory | None, need: Need, available: int) -> int:
+def slots(name: str, memory: Memory | None, need: Need, left: int, available: int) -> int:
     """Slots for the ring of stream `name`.
 
     Args:
-        memory: `memory:` of the configuration; None for a quarter of what is available.
-        available: bytes that host and cgroup leave, see `available_bytes`.
+        memory: `memory:` of the configuration; None for a quarter of what was left.
+        left: bytes that host and cgroup left when the daemon started, see `available_bytes`.
+        available: bytes that they leave now.
 
     Raises:
         ConfigError: fewer slots than needed, or more memory than there is; says how much is needed.
@@ -52,7 +52,7 @@ def slots(name: str, memory: Memory | None, need: Need, available: int) -> int:
     if memory is not None and memory.slots is not None:
         count = memory.slots
     else:
-        total = available // 4 if memory is None or memory.bytes is None else memory.bytes
+        total = left // 4 if memory is None or memory.bytes is None else memory.bytes
         count = min(total // need.streams // stride, need.most)
     if count < need.fewest:
         raise ConfigError(
@@ -69,30 +69,11 @@ def slots(name: str, memory: Memory | None, need: Need, available: int) -> int:
 
 
 def available_bytes() -> int:
-    """What the host, and the cgroup where it has a limit, still leave."""
+    """What the host, and the cgroups where they have a limit, still leave."""
     meminfo = Path("/proc/meminfo").read_text()
-    left = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
-    for folder in _cgroup_folders():
-        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
-        if limit is not None and used is not None:
-            left = min(left, max(0, limit - used))
-    return left
-
-
-def _cgroup_folders() -> list[Path]:
-    try:
-        line = next(ln for ln in Path("/proc/self/cgroup").read_text().splitlines() if ln.startswith("0::"))
-    except (OSError, StopIteration):
-        return []
-    own = _CGROUP / line[3:].strip().lstrip("/")
-    return [folder for folder in (own, *own.parents) if folder.is_relative_to(_CGROUP)]
-
-
-def _number(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):  # missing, or "max"
-        return None
+    host = next(int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:"))
+    group = memory_left()
+    return host if group is None else min(host, group)
 
 
 def _size(nbytes: int) -> str:
