@@ -102,11 +102,12 @@ def library(name: str) -> Library:
 
 def _close_up(images: NDArray[Any], keep: NDArray[np.bool_]) -> int:
     """Move the kept rows to the front, in order; how many they are."""
-    edges = np.flatnonzero(np.diff(keep, prepend=False, append=False))
+    edges = np.flatnonzero(np.diff(keep, prepend=False, append=False)).reshape(-1, 2).tolist()
+    flat = images.reshape(-1)  # NumPy moves one dimension in place; of more it would copy a whole batch aside
+    row = images[0].size
     end = 0
-    for first, last in edges.reshape(-1, 2):
-        size = int(last - first)
+    for first, last in edges:
         if first != end:
-            images[end : end + size] = images[first:last]
-        end += size
+            flat[end * row : (end + last - first) * row] = flat[first * row : last * row]
+        end += last - first
     return end

@@ -12,7 +12,7 @@ Order. Sessions take turns, each with its oldest request; a chunk asked for by s
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from headrace.protocol import MAX_OUTSTANDING, RowReject
@@ -25,11 +25,13 @@ class Session:
 
     Attributes:
         pending: request → address, oldest first.
+        ready: of these, the ones whose chunk was there when it was looked at last.
         leases: request → slot.
     """
 
     name: str
     pending: OrderedDict[int, Address] = field(default_factory=OrderedDict)
+    ready: set[int] = field(default_factory=set)
     leases: dict[int, Slot] = field(default_factory=dict)
 
 
@@ -64,13 +66,13 @@ class Desk:
     def __init__(self, slots: int, in_flight: int, chunks: int) -> None:
         if slots < in_flight + 1:
             raise ValueError(f"{slots} slots; {in_flight} chunks in flight need at least {in_flight + 1}")
-        self.cache = Cache(slots, wanted=lambda address: self._wanted[address] > 0)
+        self.cache = Cache(slots, wanted=lambda address: address in self._waiters)
         self.counters = Counters()
         self._in_flight = in_flight
         self._spare = slots - in_flight
         self._history = History(chunks)
         self._sessions: OrderedDict[Session, None] = OrderedDict()  # whose turn it is comes first
-        self._wanted: Counter[Address] = Counter()
+        self._waiters: dict[Address, set[tuple[Session, int]]] = {}
 
     @property
     def sessions(self) -> list[Session]:
@@ -105,7 +107,9 @@ class Desk:
         if request in session.pending or request in session.leases:
             raise ValueError(f"request {request} is in use")
         session.pending[request] = address
-        self._wanted[address] += 1
+        self._waiters.setdefault(address, set()).add((session, request))
+        if (slot := self.cache.find(address)) is not None and slot.state is State.READY:
+            session.ready.add(request)
 
     def cancel(self, session: Session, request: int | None = None) -> None:
         """Forget pending requests up to and including this one (None: all)."""
@@ -120,13 +124,15 @@ class Desk:
     def deliveries(self) -> list[Delivery]:
         """Lease every ready chunk that somebody waits for and may hold."""
         found = []
+        share = self.share
         for session in self._sessions:
-            for request, address in list(session.pending.items()):
-                if len(session.leases) >= self.share:
+            for request in sorted(session.ready):
+                if len(session.leases) >= share:
                     break
-                slot = self.cache.find(address)
+                session.ready.discard(request)
+                slot = self.cache.find(session.pending[request])
                 if slot is None or slot.state is not State.READY:
-                    continue
+                    continue  # evicted meanwhile; it is ready again when it was computed again
                 self.cache.lease(slot, (session, request))
                 session.leases[request] = slot
                 self._done(session, request)
@@ -153,12 +159,15 @@ class Desk:
         self.counters.computed += 1
         self.counters.recomputed += recomputed
         self.cache.fill(slot, rejects, render_id, cold=recomputed)
+        for session, request in self._waiters.get(slot.address, ()):
+            session.ready.add(request)
 
     def failed(self, slot: Slot) -> list[tuple[Session, int]]:
         """The chunk cannot be had; whom to tell. The slot's writer is done."""
+        assert slot.address is not None
         address = slot.address
         self.cache.free(slot)
-        told = [(s, n) for s in self._sessions for n, a in list(s.pending.items()) if a == address]
+        told = sorted(self._waiters.get(address, ()), key=lambda waiter: waiter[1])
         for session, request in told:
             self._done(session, request)
         self.counters.failed += 1
@@ -178,16 +187,18 @@ class Desk:
     def _next_address(self, session: Session) -> Address | None:
         if len(session.leases) >= self.share:
             return None
-        under_way = 0
-        for address in session.pending.values():
-            if self.cache.find(address) is not None:
-                under_way += 1
-            elif under_way + len(session.leases) < self.window:
+        room = self.window - len(session.leases)
+        for under_way, address in enumerate(session.pending.values()):
+            if under_way >= room:
+                return None
+            if self.cache.find(address) is None:
                 return address
         return None
 
     def _done(self, session: Session, request: int) -> None:
         address = session.pending.pop(request)
-        self._wanted[address] -= 1
-        if not self._wanted[address]:
-            del self._wanted[address]
+        session.ready.discard(request)
+        waiters = self._waiters[address]
+        waiters.remove((session, request))
+        if not waiters:
+            del self._waiters[address]
