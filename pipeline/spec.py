@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -30,7 +30,7 @@ from headrace.output import Output
 from headrace.pipeline import document
 from headrace.pipeline.document import Document
 from headrace.pipeline.problems import did_you_mean, explain, show
-from headrace.pipeline.transforms import Transform, dump, output_size, parse
+from headrace.pipeline.transforms import Transform, output_size, parse
 from headrace.pipeline.values import (
     Addresses,
     Backend,
@@ -61,7 +61,7 @@ def _has_size(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
     return transforms
 
 
-AnyTransform = Annotated[Transform, BeforeValidator(parse), PlainSerializer(dump)]
+AnyTransform = Annotated[Transform, BeforeValidator(parse), PlainSerializer(Transform.plain)]
 
 
 class _Model(BaseModel):
@@ -145,6 +145,10 @@ class Stream(_Model):
         max_bad: share of bad samples that ends an epoch, likewise.
     """
 
+    if TYPE_CHECKING:  # what a caller may write is more than what a field holds
+
+        def __init__(self, **data: Any) -> None: ...
+
     dataset: Dataset
     shuffle: Flag = False
     seed: Annotated[int, whole(0, (1 << 64) - 1)] = 0
@@ -169,7 +173,7 @@ class Stream(_Model):
             data: the listing's fingerprint.
         """
         order = _digest({"data": data, "seed": self.seed, "shuffle": self.shuffle})
-        transforms = [dump(t) for t in self.transforms]
+        transforms = [transform.plain() for transform in self.transforms]
         pixels = {"order": order, "decode": self.decode.plain(), "transforms": transforms, "chunk": self.chunk}
         return Fingerprints(data, order, _digest(pixels))
 
@@ -209,6 +213,10 @@ class Config(_Model):
         workers: who computes.
         streams: by name.
     """
+
+    if TYPE_CHECKING:  # what a caller may write is more than what a field holds
+
+        def __init__(self, **data: Any) -> None: ...
 
     listen: Addresses = []
     memory: MemoryValue | None = None

@@ -11,13 +11,14 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from headrace.draws import uniforms
+from headrace.errors import ConfigError
 from headrace.pipeline.geometry import Floats, Geometry, Ints, Outline
 
 MAX_SIDE = 16384  # pixels of an output; a mistyped size should not ask for terabytes of slots
@@ -80,13 +81,23 @@ class Transform(BaseModel):
     draws: ClassVar[int] = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """
+        Raises:
+            ConfigError: an argument is wrong; says which and what is allowed.
+        """
         fields = list(type(self).model_fields)
         if len(args) > len(fields):
             raise TypeError(f"{type(self).__name__} takes at most {len(fields)} arguments: {', '.join(fields)}")
         given = dict(zip(fields, args, strict=False))
         if twice := given.keys() & kwargs.keys():
             raise TypeError(f"{type(self).__name__}: {', '.join(sorted(twice))} is given twice")
-        super().__init__(**given, **kwargs)
+        try:
+            super().__init__(**given, **kwargs)
+        except ValidationError as error:
+            raise ConfigError(f"{type(self).__name__}: {_plain(error, type(self))}") from None
+
+    # Or pydantic would call it to validate a mapping, and no longer see one problem beside the other.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def outline(self, outline: Outline, name: str) -> Outline:
         """What is known of every picture after this transform, called `name` in its chain.
@@ -107,6 +118,10 @@ class Transform(BaseModel):
 
 class Resize(Transform):
     """Resize to `size`: one number is the length of the shorter side, `[height, width]` is exact."""
+
+    if TYPE_CHECKING:  # what a caller may write is more than what a field holds
+
+        def __init__(self, size: int | Sequence[int], interpolation: Interpolation = ...) -> None: ...
 
     name = "resize"
     size: ShorterOrExact
@@ -142,6 +157,10 @@ def _shorter_side(size: int, heights: Ints, widths: Ints) -> tuple[Ints, Ints]:
 class CenterCrop(Transform):
     """Cut `size` out of the middle; where the picture is smaller it is padded with black."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, size: int | Sequence[int]) -> None: ...
+
     name = "center_crop"
     size: HeightAndWidth
 
@@ -168,6 +187,16 @@ class RandomResizedCrop(Transform):
     `scale` bounds the window's share of the picture's area, `ratio` its width over its height. As in torchvision ten
     windows are tried, and if none fits, the middle of the picture is taken with the nearest allowed ratio.
     """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            size: int | Sequence[int],
+            scale: Sequence[float] = ...,
+            ratio: Sequence[float] = ...,
+            interpolation: Interpolation = ...,
+        ) -> None: ...
 
     name = "random_resized_crop"
     size: HeightAndWidth
@@ -282,7 +311,7 @@ def _build(name: object, arguments: object) -> Transform:
         fields = ", ".join(kind.model_fields)
         raise ValueError(f"{name}: {arguments!r} is not a mapping of arguments, which are {fields}")
     try:
-        return kind(**arguments)
+        return kind.model_validate(arguments)
     except ValidationError as error:
         raise ValueError(f"{name}: {_plain(error, kind)}") from None
 
@@ -303,11 +332,6 @@ def _plain(error: ValidationError, kind: type[Transform]) -> str:
         return f"{key}: {message}{shown}"
 
     return "; ".join(sentence(found) for found in error.errors(include_url=False))
-
-
-def dump(transform: Transform) -> dict[str, Any]:
-    """As `Transform.plain`."""
-    return transform.plain()
 
 
 def named(transforms: Sequence[Transform]) -> Iterator[tuple[str, Transform]]:

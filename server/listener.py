@@ -47,7 +47,7 @@ class Listener:
         if len(os.fsencode(self.zmq_path)) > LONGEST_PATH:
             raise ConfigError(
                 f"listen: {path} is {len(os.fsencode(path))} bytes long; with .zmq a Unix socket's path has at most "
-                f"{LONGEST_PATH}: choose a shorter folder"
+                f"{LONGEST_PATH}: choose a shorter folder, for a private daemon by XDG_RUNTIME_DIR or TMPDIR"
             )
         self._group = None if group is None else _group_id(group)
         self._lock = self._take_lock()
@@ -169,7 +169,7 @@ def private_folder() -> Path:
         ConfigError: it belongs to somebody else, or others may enter it.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.path.isdir(runtime):
+    if runtime and os.access(runtime, os.W_OK | os.X_OK):  # after `su` it is another user's
         folder = Path(runtime) / "headrace"
     else:
         import tempfile

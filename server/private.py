@@ -1,8 +1,8 @@
 """The private daemon of a Loader that brings a configuration: `python -m headrace.server.private`.
 
 It reads `{"path": FILE}` or `{"config": {...}}`, and `"folder"`, which relative paths are relative to, from standard
-input, and answers with one JSON line on standard output: `{"address", "log"}` or `{"kind", "text"}` of an error.
-There is one private daemon per user and configuration: whoever gets the lock becomes it, everybody else finds it.
+input. It answers with one JSON line on standard output: `{"address", "log", "config"}`, or `{"kind", "text"}` of an
+error. There is one private daemon per user and configuration: whoever gets the lock becomes it, the others find it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.pipeline.spec import Config
 
 # Nothing here may import NumPy: it starts threads, and `detach` forks.
 
@@ -33,6 +37,7 @@ def detach() -> None:
     os.setsid()
     if os.fork():
         os._exit(0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # what the trainer blocked is not ours to ignore
 
 
 def main() -> None:
@@ -69,14 +74,20 @@ def _serve_privately(request: dict[str, Any]) -> None:
             break
         except Taken:
             if _answers(path):
-                _reply({"address": f"ipc://{path}", "log": str(log)})
+                _reply({"address": f"ipc://{path}", "log": str(log), "config": config.plain()})
                 return
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
-    _log_to(log)
+    _log_to(log if not _in_a_dataset(log, config) else Path(os.devnull))
     service = Service(config, [listener], private=True)
-    service.run(lambda addresses: _reply({"address": addresses[0], "log": str(log)}))
+    service.run(lambda addresses: _reply({"address": addresses[0], "log": str(log), "config": config.plain()}))
+
+
+def _in_a_dataset(file: Path, config: Config) -> bool:
+    """Nothing is ever written there, whatever `cache_dir` says."""
+    place = file.parent.resolve()
+    return any(place.is_relative_to(stream.dataset.folder.resolve()) for stream in config.streams.values())
 
 
 def _answers(path: Path) -> bool:
@@ -90,7 +101,7 @@ def _answers(path: Path) -> bool:
     return True
 
 
-def _reply(answer: dict[str, str]) -> None:
+def _reply(answer: dict[str, Any]) -> None:
     """The one line; after it nobody reads our output any more."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
@@ -104,7 +115,7 @@ def _log_to(file: Path) -> None:
     """Log there; where that cannot be, nowhere: standard error is the trainer's."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if file.exists():
+        if file.is_file():
             file.replace(file.with_suffix(".old.log"))  # it may say why the daemon before has ended
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     except OSError:
