@@ -41,6 +41,11 @@ class Scene:
             timeout,
         )
 
+    def workers(self) -> list[int]:
+        """Those that live; all may be dead and not replaced yet."""
+        until(lambda: self.daemon.ping().workers, "a worker to be started")
+        return self.daemon.ping().workers
+
     def end(self) -> int:
         """Stop everything and compare each trainer's record with the truth; rows compared."""
         for trainer in self.trainers:
@@ -91,7 +96,7 @@ def test_killed_workers(scene: Scene, times: int, capsys: pytest.CaptureFixture[
     choose = random.Random(times)
     for _ in range(times):
         time.sleep(choose.uniform(0.0, 0.3))
-        signal_(choose.choice(scene.daemon.ping().workers), SIGKILL)
+        signal_(choose.choice(scene.workers()), SIGKILL)
     scene.go_on()
     rows = scene.end()
     log = scene.daemon.log.read_text()
@@ -106,7 +111,7 @@ def test_stopped_workers(scene: Scene, times: int, capsys: pytest.CaptureFixture
     hits = 0
     for _ in range(times):
         time.sleep(choose.uniform(0.0, 0.2))
-        pid = choose.choice(scene.daemon.ping().workers)
+        pid = choose.choice(scene.workers())
         hits += at_work(pid)
         signal_(pid, SIGSTOP)
         time.sleep(choose.uniform(0.05, 0.5))
