@@ -39,8 +39,10 @@ HANG_TIMEOUT = 300.0
 STOPPED_TIMEOUT = 20.0
 #: Workers that end by themselves before they are ready, in a row, after which there is no point in waiting.
 _STARTS = 3
-#: Seconds before the next start, by the number of workers in a row that ended before they were ready.
-_BACKOFF = (0.0, 0.0, 0.2, 1.0, 5.0)
+#: Seconds before the next start, by the number of workers in a row that ended by themselves before they were ready.
+_BACKOFF = (0.0, 0.2, 1.0, 5.0)
+#: The same after one that was killed before it was ready.
+_KILLED_BACKOFF = 0.2
 #: Seconds that workers get to end by themselves when the daemon stops.
 _GRACE = 2.0
 
@@ -163,8 +165,7 @@ class Supervisor:
         self._streams: dict[int, _Stream] = {}
         self._workers: list[_Worker] = []
         self._again: deque[Job] = deque()
-        self._short_lives = 0  # of workers, in a row: ended before they were ready,
-        self._failed_starts = 0  # and of these by themselves
+        self._failed_starts = 0  # workers that ended by themselves before they were ready, in a row
         self._next_start = 0.0
         self._stopping = False
 
@@ -202,8 +203,8 @@ class Supervisor:
     def tick(self) -> None:
         """What only time brings: replacements that were put off, and workers that hang. Call about once a second."""
         now = time.monotonic()
-        if not self._stopping and len(self._workers) < self.count and now >= self._next_start:
-            self._start_one()
+        if not self._stopping and now >= self._next_start:
+            self.start()
         for worker in self._workers:
             if worker.deaf is not None and now - worker.deaf > _GRACE:
                 worker.child.kill()
@@ -297,7 +298,7 @@ class Supervisor:
     def _answered(self, worker: _Worker, message: Ready | Rendered | RenderFailed) -> None:
         if isinstance(message, Ready):
             worker.render_id = message.render_id
-            self._short_lives = self._failed_starts = 0
+            self._failed_starts = 0
             self._report(Started(message.render_id))
             return
         job, worker.job = worker.job, None
@@ -329,12 +330,14 @@ class Supervisor:
         self.deaths += 1
         how = worker.hung or (f"signal {-status}" if status < 0 else f"exit status {status}")
         log.warning("worker %d ended by %s%s", worker.child.pid, how, "" if worker.job is None else ", at work")
-        if worker.render_id is None:
-            self._short_lives += 1
-            self._failed_starts += status > 0  # whoever sends a signal does not mean the start
+        delay = 0.0
+        if worker.render_id is None and status < 0:  # whoever sends a signal does not mean the start
+            delay = _KILLED_BACKOFF
+        elif worker.render_id is None:
+            self._failed_starts += 1
+            delay = _BACKOFF[min(self._failed_starts, len(_BACKOFF) - 1)]
         if worker.job is not None:
             self._take_back(worker.job, how)
-        delay = _BACKOFF[min(self._short_lives, len(_BACKOFF) - 1)]
         self._next_start = time.monotonic() + delay
         if self._failed_starts >= _STARTS:
             self._give_up(f"workers end before they are ready ({how}, {self._failed_starts} times); see the log")
