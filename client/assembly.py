@@ -1,9 +1,12 @@
 """Turns steps into wanted chunks, and chunks that have arrived into batches in their order.
 
 Plain state: no I/O, no clock, no thread; the caller asks for `want()`, copies rows, reports what came of it, and
-calls `take()`. Two rules keep every client going. A chunk is wanted only once memory exists for all of its rows that
-this rank needs, so it is copied out whole on arrival, whatever the order, and nobody waits while holding a slot;
-therefore it is fetched just once, also when it spans several batches. And what is needed first is wanted first.
+calls `take()`. A batch counts as handed out once `handed` is empty again; the caller does that in the last step
+before it gives the batch away, and gets the same batch again if it is interrupted before.
+
+Two rules keep every client going. A chunk is wanted only once memory exists for all of its rows that this rank needs,
+so it is copied out whole on arrival, whatever the order, and nobody waits while holding a slot; therefore it is
+fetched just once, also when it spans several batches. And what is needed first is wanted first.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class Draft:
         valid: rows that count; keep: rows that stay in the batch.
         missing: rows that are not final yet.
         rejects: bad pictures among this rank's own positions, by row.
-        spoiled: whether any picture was bad, copies included.
+        spoiled: the last bad picture, copies included.
         batch: set by the caller once nothing is missing and the batch is made up.
     """
 
@@ -56,7 +59,7 @@ class Draft:
     keep: NDArray[np.bool_]
     missing: int
     rejects: dict[int, Reject] = field(default_factory=dict)
-    spoiled: bool = False
+    spoiled: Reject | None = None
     batch: Batch | None = None
 
 
@@ -131,6 +134,8 @@ class Assembly:
         self.steps = steps
         self.count = steps.count(start)
         self.taken = 0
+        #: The batch that was taken last, until it is handed out.
+        self.handed: Batch | None = None
         #: Set when nobody will take from this any more.
         self.ended = False
         self.counts = counts
@@ -146,6 +151,7 @@ class Assembly:
         self._queue: list[Want] = []
         self._queued: dict[int, Want] = {}
         self._failed: dict[Want, HeadraceError] = {}
+        self._spoiled: Reject | None = None
         if self.done:
             counts.dropped += steps.dropped(start)
 
@@ -175,7 +181,8 @@ class Assembly:
         return want
 
     def discard(self) -> None:
-        """Drop every batch that was not taken; what has become of the epoch so far can still be asked."""
+        """Drop every batch that was not taken. They are assembled anew if chunks are asked for again."""
+        self._opened = self.taken
         self._drafts.clear()
         self._queue.clear()
         self._queued.clear()
@@ -249,10 +256,10 @@ class Assembly:
 
     def _reject(self, draft: Draft, row: int, bad: RowReject) -> None:
         position = draft.positions[row]
-        draft.spoiled = True
+        draft.spoiled = reject = Reject(bad.index, position, bad.path, bad.stage, bad.reason)
         draft.valid[row] = False
         if position < self.steps.samples:  # a copy was already counted where it is no copy
-            draft.rejects[row] = Reject(bad.index, position, bad.path, bad.stage, bad.reason)
+            draft.rejects[row] = reject
         if self._on_bad_sample == "skip":
             draft.keep[row] = False
         elif self._on_bad_sample == "replace" and not self._hopeless(draft):
@@ -279,38 +286,42 @@ class Assembly:
 
     @property
     def done(self) -> bool:
-        """Whether every batch was taken."""
-        return self.taken >= self.count
+        """Whether every batch was handed out."""
+        return self.taken >= self.count and self.handed is None
 
     @property
     def state(self) -> tuple[int, int]:
-        """`(epoch, position)` of the next batch."""
-        return self.steps.after(self.epoch, self.start, self.taken)
+        """`(epoch, position)` of the next batch to be handed out."""
+        return self.steps.after(self.epoch, self.start, self.taken - (self.handed is not None))
 
     def waiting(self, want: Want) -> bool:
         """Whether the batch that is due needs this chunk."""
         return any(piece.draft.step == self.taken for piece in want.pieces)
 
     def take(self) -> Batch | None:
-        """The batch that is due; None while it is not ready. After an error the same batch is due.
+        """The batch that is due; None while it is not ready. After an error the same batch is due, and so it is until
+        `handed` is empty.
 
         Raises:
             SampleError: it holds a bad picture and the policy is `raise`.
             TooManyRejects: `max_bad` is exceeded with it, or it is the last and no row of the epoch was valid.
             HeadraceError: a chunk of it could not be had.
         """
+        if self.handed is not None:
+            return self.handed
         draft = self._drafts.get(self.taken)
         if draft is None:
             return None
         for want, error in self._failed.items():
             if self.waiting(want):
-                del self._failed[want]
                 self._queue.append(want)
+                del self._failed[want]
                 raise error
         self._check_rejects(draft)
         if draft.batch is None:
             return None
-        self._check_valid(draft)
+        spoiled = draft.spoiled or self._spoiled
+        self._check_valid(draft, spoiled)
         counts = self.counts
         valid = int(draft.valid[draft.keep].sum())
         extra = int(draft.keep.sum()) - valid
@@ -321,14 +332,15 @@ class Assembly:
         counts.extra += extra
         counts.rejected += rejected
         counts.dropped += dropped
+        self._spoiled = spoiled
+        self.handed = draft.batch
         self.taken += 1
         return draft.batch
 
     def _check_rejects(self, draft: Draft) -> None:
         rejected = self.counts.rejected + len(draft.rejects)
         if rejected > self._limit:
-            row = min(draft.rejects, default=0)
-            last = f"; the latest is {draft.rejects[row]}" if draft.rejects else ""
+            last = f"; the latest is {draft.rejects[max(draft.rejects)]}" if draft.rejects else ""
             raise TooManyRejects(
                 f"{rejected} bad pictures in epoch {self.epoch}, more than {TOLERATED} and more than max_bad="
                 f"{self._max_bad} of the {self.steps.positions(0)} positions of rank {self.steps.rank}{last}. Other "
@@ -338,8 +350,8 @@ class Assembly:
             reject = draft.rejects[min(draft.rejects)]
             raise SampleError(f"on_bad_sample is raise, and a picture is bad: {reject}", reject)
 
-    def _check_valid(self, draft: Draft) -> None:
+    def _check_valid(self, draft: Draft, spoiled: Reject | None) -> None:
         last = self.taken + 1 == self.count
-        if last and draft.spoiled and not self.counts.delivered and not draft.valid[draft.keep].any():
-            first = f": {draft.rejects[min(draft.rejects)]}" if draft.rejects else ""
-            raise TooManyRejects(f"epoch {self.epoch} has no valid picture for rank {self.steps.rank}{first}")
+        if last and spoiled is not None and not self.counts.delivered and not draft.valid[draft.keep].any():
+            bad = draft.rejects[min(draft.rejects)] if draft.rejects else spoiled
+            raise TooManyRejects(f"epoch {self.epoch} has no valid picture for rank {self.steps.rank}: {bad}")

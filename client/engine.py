@@ -3,15 +3,22 @@
 Two threads share an `Assembly` under one lock: this one feeds it, the consumer's `next` empties it. Everything else
 here, sessions and sockets, belongs to this thread alone. The thread refers to nothing of the Loader's, so a Loader
 that is dropped ends it.
+
+The consumer may be interrupted anywhere by a signal's handler that raises (Ctrl-C) or closes the Loader. So it holds
+a plain lock, whose `with` is safe from that (a `threading.Condition`'s is not), and only briefly: it waits outside,
+at a bell. The handler itself may run while the consumer holds the lock: nothing but `take` needs it on that side.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import select
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -46,6 +53,49 @@ _SLICE = 1.0
 _CLOSE = 10.0
 
 
+#: Seconds after which the thread looks whether the Loader was closed while the lock is held elsewhere.
+_HELD = 0.1
+
+#: Why an iterator gives nothing any more.
+ENDED = "this iterator was ended by set_epoch, load_state_dict or another one: use a new one"
+
+
+class Bell:
+    """An eventfd. It is closed with the last reference: who waits at it never waits at a descriptor of other people's.
+
+    Attributes:
+        fd: readable once the bell was rung, until `clear`.
+    """
+
+    fd = -1
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __del__(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def ring(self) -> None:
+        if self.fd >= 0:  # or both are garbage, and the bell went first
+            os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            pass
+
+    def wait(self, seconds: float | None) -> bool:
+        """Whether it is rung before so much time is over; it is cleared then."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        rung = bool(poll.poll(None if seconds is None else 1000 * seconds))
+        self.clear()
+        return rung
+
+
 class Locate(Protocol):
     """Gives the daemon's address, and starts the daemon where that is the Loader's task."""
 
@@ -70,8 +120,8 @@ class Engine:
         self._timeout = timeout
         self._exact = exact
         self._pid = os.getpid()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # The thread is rung at `wake`, and at `stop` in a handshake; the consumer at `ready`.
+        self._wake, self._stop, self._ready = Bell(), Bell(), Bell()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._session: Session | None = None
         try:
@@ -84,7 +134,7 @@ class Engine:
             raise refusal.error from None
         finally:
             if self._session is None:
-                self._free()
+                self._context.term()
         #: The first session's; later ones must agree with it.
         self.welcome = self._session.welcome
         self.render_ids = {self.welcome.render_id}
@@ -95,13 +145,13 @@ class Engine:
         self._pause = _BACKOFF[0]
         self._trouble = ""
 
-        self._changed = threading.Condition(threading.Lock())
-        # Under the lock:
-        self._assembly: Assembly | None = None
-        self._current: tuple[Assembly, Form] | None = None
-        self._progress = 0
-        self._failure: HeadraceError | None = None
         self._closing = False
+        self._current: tuple[Assembly, Form] | None = None
+        self._lock = threading.Lock()
+        # Under the lock, as is what is in the assembly:
+        self._assembly: Assembly | None = None
+        self._progress = 0
+        self._failure: tuple[Assembly | None, HeadraceError] | None = None
 
         _engines.add(self)
         self._thread = threading.Thread(target=self._run, name="headrace-fetch", daemon=True)
@@ -110,56 +160,72 @@ class Engine:
     # -- the consumer's side --------------------------------------------------------------------------------
 
     def begin(self, assembly: Assembly, form: Form) -> None:
-        """Fetch for this assembly from now on, and for no other."""
+        """Fetch for this assembly from now on, and for no other. May be said again."""
         self._check_open()
-        with self._changed:
-            self._current = (assembly, form)
-        self._notify()
+        self._current = (assembly, form)
+        self._wake.ring()
 
     def end(self, assembly: Assembly) -> None:
         """Fetch no more for this assembly. Takes no lock: it is also called when garbage is collected, anywhere."""
         assembly.ended = True
-        self._notify()
+        self._wake.ring()
+        self._ready.ring()
 
-    def take(self, assembly: Assembly) -> Batch:
-        """The batch that is due, as soon as it is ready.
+    def take(self, assembly: Assembly) -> Batch | None:
+        """The batch that is due, as soon as it is ready; None when every batch was handed out.
 
         Raises:
             DeadlineError: nothing moved for `timeout` seconds.
             ConnectionLost: the daemon is gone for as long.
+            StateError: the assembly was ended, or this is closed.
             HeadraceError: as `Assembly.take`, or the daemon that came back is another one.
         """
-        waited, seen = 0.0, -1
-        self._check_open()  # not under the lock, which a forked child may have inherited locked for ever
-        with self._changed:
-            while True:
-                self._check_open()
-                if (batch := assembly.take()) is not None:
-                    self._notify()
-                    return batch
-                if self._failure is not None:
-                    failure, self._failure = self._failure, None
-                    self._notify()
-                    raise failure
-                if self._progress != seen:
-                    waited, seen = 0.0, self._progress
-                if waited >= self._timeout:
-                    raise self._late(assembly)
-                before = time.monotonic()
-                self._changed.wait(min(_SLICE, self._timeout - waited))
-                waited += min(_SLICE, time.monotonic() - before)
+        ready = self._ready
+        waited, seen, asked = 0.0, -1, False
+        while True:
+            self._check_open()
+            if assembly.done:
+                return None
+            if assembly.ended:
+                raise StateError(ENDED)
+            batch = self._look(assembly)
+            if batch is not None:
+                self._wake.ring()  # there is room for another
+                if assembly.taken == assembly.count:
+                    ready.ring()  # for another thread that waits for one more
+                return batch
+            if self._progress != seen:
+                waited, seen = 0.0, self._progress
+            if waited >= self._timeout:
+                raise self._late(assembly)
+            if not asked:  # what failed in the `next` before is tried again now
+                asked = True
+                self._wake.ring()
+            before = time.monotonic()
+            ready.wait(min(_SLICE, self._timeout - waited))
+            waited += min(_SLICE, time.monotonic() - before)
+
+    def _look(self, assembly: Assembly) -> Batch | None:
+        """As `Assembly.take`, or what else has failed."""
+        with self._lock:
+            batch = assembly.take()
+            if batch is None and self._failure is not None and self._failure[0] is assembly:
+                error = self._failure[1]
+                self._failure = None
+                raise error
+            return batch
 
     def close(self) -> None:
-        """Leave the daemon and end the thread. May be called twice, from any thread; does nothing in a forked child."""
+        """Leave the daemon and end the thread. May be called twice, from any thread or a signal's handler; does
+        nothing in a forked child."""
         if os.getpid() != self._pid or self._closing:
             return
         self._closing = True
-        os.eventfd_write(self._stop, 1)
-        os.eventfd_write(self._wake, 1)
+        self._stop.ring()
+        self._wake.ring()
+        self._ready.ring()
         if threading.current_thread() is self._thread:
             return  # garbage is collected in any thread
-        with self._changed:
-            self._changed.notify_all()
         self._thread.join(_CLOSE)
         if self._thread.is_alive():
             log.error("the fetching thread does not end")
@@ -174,10 +240,6 @@ class Engine:
             raise StateError("this Loader was made before a fork and its thread is not in the child: make one there")
         if self._closing:
             raise StateError("this Loader is closed")
-
-    def _notify(self) -> None:
-        if not self._closing:
-            os.eventfd_write(self._wake, 1)
 
     def _late(self, assembly: Assembly) -> HeadraceError:
         where = f"batch {assembly.taken} of epoch {assembly.epoch}"
@@ -198,27 +260,46 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._closing:
-                try:
-                    self._turn()
-                except Interrupted:
-                    pass
-                except HeadraceError as error:
+                if (error := self._attempt()) is not None:
                     self._fail(error)
-                except Refusal as refusal:
-                    self._fail(refusal.error)
-                except MemoryError as error:
-                    self._fail(HeadraceError(str(error) or "no memory for a batch"))
-                except Exception as error:
-                    log.exception("the fetching thread failed")
-                    self._fail(HeadraceError(f"the fetching thread failed: {type(error).__name__}: {error}"))
+        except Interrupted:
+            pass
         finally:
-            self._leave("")
-            self._free()
+            if self._session is not None:
+                self._session.close()
+            self._context.term()
 
-    def _free(self) -> None:
-        self._context.term()
-        os.close(self._wake)
-        os.close(self._stop)
+    def _attempt(self) -> HeadraceError | None:
+        """A turn, or what went wrong in it."""
+        try:
+            self._turn()
+        except HeadraceError as error:
+            return error
+        except Refusal as refusal:
+            return refusal.error
+        except MemoryError as error:
+            return HeadraceError(str(error) or "no memory for a batch")
+        except Interrupted:
+            raise
+        except Exception as error:
+            log.exception("the fetching thread failed")
+            return HeadraceError(f"the fetching thread failed: {type(error).__name__}: {error}")
+        return None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Have the lock. The consumer may be closing this in a signal's handler while it holds it.
+
+        Raises:
+            Interrupted: so it is.
+        """
+        while not self._lock.acquire(timeout=_HELD):
+            if self._closing:
+                raise Interrupted
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _turn(self) -> None:
         self._switch()
@@ -226,11 +307,11 @@ class Engine:
             if self._assembly is not None and self._failure is None:
                 self._return()
             else:
-                self._sleep(None)
+                self._wake.wait(None)
             return
         self._ask()
-        messages, lost = self._session.wait(self._wake)
-        self._drain()
+        messages, lost = self._session.wait(self._wake.fd)
+        self._wake.clear()
         for message in messages:
             if isinstance(message, Chunk):
                 self._deliver(message)
@@ -243,15 +324,15 @@ class Engine:
 
     def _switch(self) -> None:
         """Take up the assembly that the consumer wants, and take back what was asked for another."""
-        with self._changed:
-            if self._current is not None and self._current[0].ended:
-                self._current = None
-            wanted = self._current[0] if self._current is not None else None
-            if wanted is self._assembly:
-                return
+        current = self._current
+        wanted = None if current is None or current[0].ended else current[0]
+        if wanted is self._assembly:
+            return
+        with self._locked():
             if self._assembly is not None:
                 self._assembly.discard()
             self._assembly = wanted
+            self._failure = None
         if self._outstanding and self._session is not None:
             self._session.cancel(self._request)
         self._outstanding.clear()
@@ -261,7 +342,7 @@ class Engine:
         if assembly is None or session is None or self._failure is not None:
             return
         while len(self._outstanding) < min(self._window, MAX_OUTSTANDING):
-            with self._changed:
+            with self._locked():
                 want = assembly.want()
             if want is None:
                 return
@@ -290,19 +371,19 @@ class Engine:
         session.release(message.request)
         del self._outstanding[message.request]  # only now: what fails on the way is asked for again
         if error is not None:
-            with self._changed:
+            with self._locked():
                 assembly.failed(want, error)
                 self._moved()
             return
         if not copied:
             log.warning("slot %d was reused while chunk %d was copied; it is asked for again", message.slot, want.chunk)
-            with self._changed:
+            with self._locked():
                 assembly.again([want])
             return
-        with self._changed:
+        with self._locked():
             complete = assembly.arrived(want, bad)
         made = [(draft, form.make(draft, assembly.epoch)) for draft in complete]
-        with self._changed:
+        with self._locked():
             for draft, batch in made:
                 draft.batch = batch
             self._moved()
@@ -327,15 +408,15 @@ class Engine:
     def _refuse(self, message: Failed) -> None:
         want = self._outstanding.pop(message.request, None)
         if want is not None and self._assembly is not None:
-            with self._changed:
+            with self._locked():
                 self._assembly.failed(want, from_wire(message.kind, message.text))
                 self._moved()
 
     # -- losing the daemon and finding it again -------------------------------------------------------------
 
     def _open(self) -> Session:
-        address = self._locate(timeout=self._timeout, stop=self._stop)
-        return Session.open(address, self._stream, self._context, timeout=self._timeout, stop=self._stop)
+        address = self._locate(timeout=self._timeout, stop=self._stop.fd)
+        return Session.open(address, self._stream, self._context, timeout=self._timeout, stop=self._stop.fd)
 
     def _leave(self, reason: str) -> None:
         session, self._session = self._session, None
@@ -344,11 +425,10 @@ class Engine:
         if reason:
             log.warning("%s (%s); asking again for %d chunks", reason, self._address, len(self._outstanding))
             self._trouble = reason
-        with self._changed:
+        with self._locked():
             if self._assembly is not None:
                 self._assembly.again(self._outstanding.values())
             self._outstanding.clear()
-            self._moved()
 
     def _return(self) -> None:
         """One attempt to get a session again; after a failed one, a pause."""
@@ -356,7 +436,7 @@ class Engine:
             session = self._open()
         except (ConnectionLost, DeadlineError) as error:
             self._trouble = str(error)
-            self._sleep(self._pause)
+            self._wake.wait(self._pause)
             self._pause = min(2 * self._pause, _BACKOFF[1])
             return
         try:
@@ -367,32 +447,19 @@ class Engine:
         log.info("connected to the daemon at %s again (pid %d)", session.address, session.welcome.pid)
         self._session, self._address, self._window = session, session.address, session.welcome.window
         self._pause = _BACKOFF[0]
-        with self._changed:
-            self._moved()
 
     def _fail(self, error: HeadraceError) -> None:
         """Something is wrong that is no batch's own fault: the consumer hears it, and then it is tried anew."""
         self._leave("")
-        with self._changed:
+        with self._locked():
             # Without the frames of this thread, which refer to the ring.
-            self._failure = error.with_traceback(None)
-            self._changed.notify_all()
+            self._failure = self._assembly, error.with_traceback(None)
+        self._ready.ring()
 
     def _moved(self) -> None:
+        """A chunk came, or is known not to come. Nothing else is progress: a daemon may crash and return for ever."""
         self._progress += 1
-        self._changed.notify_all()
-
-    def _sleep(self, seconds: float | None) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake, zmq.POLLIN)
-        poller.poll(None if seconds is None else int(seconds * 1000))
-        self._drain()
-
-    def _drain(self) -> None:
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            pass
+        self._ready.ring()
 
 
 def _copy(session: Session, message: Chunk, want: Want, bad: dict[int, RowReject], form: Form) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import time
 import warnings
@@ -11,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, NoReturn, TypeVar, cast, get_args
 
 from headrace.assembly import REPLACEMENTS, Assembly, Counts, OnBadSample
 from headrace.batch import Batch
 from headrace.connect import socket_path
 from headrace.draws import uniforms
-from headrace.engine import Engine, Locate
+from headrace.engine import ENDED, Engine, Locate
 from headrace.errors import ConfigError, StateError
 from headrace.form import Form, import_torch, library
 from headrace.private import PrivateDaemon
@@ -29,14 +30,18 @@ log = logging.getLogger(__name__)
 #: Bad pictures of an epoch that are logged one by one; the rest is counted.
 _LOGGED = 10
 
+#: Epochs are numbered below this, which any language can count to.
+_EPOCHS = 1 << 63
+
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Epoch:
-    """What `stats` tells of an epoch; `rows` were handed out, `waited` and `spent` are seconds."""
+    """What `stats` tells of an epoch: `noted` batches with `rows`; `waited` and `spent` are seconds."""
 
     counts: Counts = field(default_factory=Counts)
+    noted: int = 0
     rows: int = 0
     waited: float = 0.0
     spent: float = 0.0
@@ -60,8 +65,8 @@ class Loader:
         on_bad_sample: `skip`, `replace`, `mask` or `raise`; by default the stream's.
         max_bad: share of this rank's positions that may be bad before an epoch ends with an error, from 17 on; by
             default the stream's.
-        dtype: `uint8`, `float16`, `bfloat16` or `float32`; layout: `NCHW`, `NHWC` or `channels_last`; mean, std: per
-            channel; by default the stream's `output`.
+        dtype: `uint8`, `float16`, `bfloat16` or `float32`, by name or torch's; layout: `NCHW`, `NHWC` or
+            `channels_last`; mean, std: per channel; by default the stream's `output`.
         output: `torch` or `numpy`.
         device: None or `cpu`.
         prefetch: batches kept ready.
@@ -87,7 +92,7 @@ class Loader:
         last_batch: str | None = None,
         on_bad_sample: str | None = None,
         max_bad: float | None = None,
-        dtype: str | None = None,
+        dtype: Any = None,
         layout: str | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
@@ -116,9 +121,12 @@ class Loader:
         kind = library(output)
         if kind == "torch":
             import_torch()
-        if rank is not None or world_size is not None:
-            resolve(rank, world_size)
-        self._rank = (rank, world_size)
+        self._rank = (
+            None if rank is None else _whole("rank", rank, 0),
+            None if world_size is None else _whole("world_size", world_size, 1),
+        )
+        if self._rank != (None, None):
+            resolve(*self._rank)
         self._last_batch = cast(LastBatch | None, last_batch)
         self._steps: Steps | None = None
 
@@ -132,10 +140,13 @@ class Loader:
             self._max_bad = welcome.max_bad if max_bad is None else float(max_bad)
             try:
                 form = welcome.output.replaced(
-                    dtype=dtype, layout=layout, mean=_triple("mean", mean), std=_triple("std", std)
+                    dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+                    layout=layout,
+                    mean=_triple("mean", mean),
+                    std=_triple("std", std),
                 )
             except ValueError as error:
-                raise ConfigError(f"output: {error}") from None
+                raise ConfigError(str(error)) from None
             if form.dtype == "uint8" and not mean is std is None:
                 raise ConfigError("dtype uint8 hands out the rendered levels; mean and std need a floating dtype")
             self._form = Form(
@@ -144,7 +155,7 @@ class Loader:
                 height=welcome.layout.height,
                 width=welcome.layout.width,
                 batch_size=self.batch_size,
-                prefetch=prefetch,
+                prefetch=self._prefetch,
             )
         except BaseException:
             self.close()
@@ -155,13 +166,11 @@ class Loader:
         #: Where the next iteration begins, while there is no assembly.
         self._state = (0, 0)
         self._assembly: Assembly | None = None
+        #: The iterator that holds the assembly from one `next` to the next: if it is dropped, the epoch has ended.
+        #: Nobody holds it during a `next` and after one that failed: whoever asks then goes on.
+        self._holder: weakref.ref[_Batches] | None = None
         #: The next epoch's beginning, fetched since the last batch of the epoch before was taken.
         self._ahead: Assembly | None = None
-        #: Whether the assembly goes on though its iterator has gone: the last `next` ended with an error.
-        self._kept = False
-        self._iterator: weakref.ref[_Batches] | None = None
-        #: Number of the iterator that has begun last.
-        self._turn = 0
         self._epochs: dict[int, _Epoch] = {}
         self._said_short = False
 
@@ -207,12 +216,9 @@ class Loader:
 
         The epoch that a loaded state is in keeps its position; any other begins at its beginning.
         """
-        epoch = _whole("epoch", epoch, 0)
-        live, assembly = self._live(), self._assembly
-        current = self._position()[0]
-        if epoch == current and (assembly is None or live is not None or self._kept or assembly.done):
-            return
-        self._move((epoch, 0))
+        epoch = _whole("epoch", epoch, 0, _EPOCHS)
+        if epoch != self._position()[0] or self._broken():
+            self._move((epoch, 0))
 
     def state_dict(self) -> dict[str, Any]:
         """Where to go on: a few numbers and digests, the same on every rank at the same step."""
@@ -244,17 +250,17 @@ class Loader:
             raise StateError(f"not a state of a Loader: {error} is missing") from None
         if order != prints.order:
             raise StateError(f"the state is of another order of samples: {_difference(state, welcome)}")
-        for name, value, limit in (("epoch", epoch, None), ("position", position, welcome.samples)):
-            if not isinstance(value, int) or value < 0 or (limit is not None and value >= limit):
-                below = "" if limit is None else f" and below {limit}"
-                raise StateError(f"not a state of a Loader: {name} is {value!r}, must be a whole number from 0{below}")
+        try:
+            start = _whole("epoch", epoch, 0, _EPOCHS), _whole("position", position, 0, welcome.samples)
+        except ConfigError as error:
+            raise StateError(f"not a state of a Loader: {error}") from None
         if state.get("pixels", prints.pixels) != prints.pixels:
             warnings.warn(
                 "the state was saved with other pictures: decoding, transforms or chunk size of stream "
                 f"{welcome.stream!r} have changed since; the order of samples is the same",
                 stacklevel=2,
             )
-        self._move((epoch, position))
+        self._move(start)
 
     def stats(self) -> dict[str, Any]:
         """Counts and rates.
@@ -283,8 +289,12 @@ class Loader:
         return _Batches(self)
 
     def close(self) -> None:
-        """Leave the daemon; a private one ends with its last Loader. May be called twice."""
-        self._finalizer()
+        """Leave the daemon; a private one ends with its last Loader. May be called twice, and by a signal's handler."""
+        self._engine.close()
+        self._finalizer.detach()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Loader cannot be pickled or copied: make the Loader in the process that uses it")
 
     def __enter__(self) -> Loader:
         return self
@@ -303,45 +313,44 @@ class Loader:
         return self._steps
 
     def _position(self) -> tuple[int, int]:
-        return self._state if self._assembly is None else self._assembly.state
+        assembly = self._assembly
+        return self._state if assembly is None else assembly.state
 
-    def _live(self) -> _Batches | None:
-        """The iterator that is under way."""
-        return None if self._iterator is None else self._iterator()
-
-    def _owns(self, batches: _Batches, assembly: Assembly) -> bool:
-        """Whether this iterator is the one that takes from what is under way."""
-        return self._assembly is assembly and batches.turn == self._turn
+    def _broken(self) -> bool:
+        """Whether the iterator was dropped in the middle of the epoch."""
+        assembly, holder = self._assembly, self._holder
+        return assembly is not None and not assembly.done and holder is not None and holder() is None
 
     def _move(self, state: tuple[int, int]) -> None:
         """End whatever is under way; the next iteration begins there."""
-        assembly, self._assembly, self._iterator, self._kept = self._assembly, None, None, False
+        assembly, ahead = self._assembly, self._ahead
         self._state = state
+        self._assembly = None
         if assembly is not None:
             self._engine.end(assembly)
-        if self._ahead is not None and (self._ahead.epoch, self._ahead.start) != state:
-            self._engine.end(self._ahead)
+        if ahead is not None and (ahead.epoch, ahead.start) != state:
+            self._engine.end(ahead)
             self._ahead = None
 
-    def _begin(self, batches: _Batches) -> Assembly:
+    def _begin(self) -> Assembly:
         """The assembly that a new iterator takes from."""
         assembly = self._assembly
-        # An iterator that an error came out of may live on in the error's traceback: it is no rival.
-        if assembly is not None and self._live() is not None and not (assembly.done or self._kept):
+        if assembly is not None and assembly.done:
+            self._move(assembly.state)
+        elif assembly is not None and self._broken():
+            self._move((assembly.epoch + 1, 0))
+        elif assembly is not None and self._holder is not None:
             raise StateError("two iterators on one Loader are under way: finish or drop the first, or make two Loaders")
-        if assembly is not None and not self._kept:
-            self._move(assembly.state if assembly.done else (assembly.epoch + 1, 0))
-            assembly = None
-        if assembly is None:
-            assembly, self._ahead = self._ahead, None
-            if assembly is None:
-                assembly = self._assemble(*self._state)
-                self._engine.begin(assembly, self._form)
+        if self._assembly is None:
+            ahead = self._ahead
+            fits = ahead is not None and (ahead.epoch, ahead.start) == self._state and not ahead.ended
+            assembly = ahead if fits else self._assemble(*self._state)
+            assert assembly is not None
             self._epochs[assembly.epoch] = _Epoch(assembly.counts)
+            self._ahead = self._holder = None
             self._assembly = assembly
-        self._iterator, self._kept = weakref.ref(batches), True
-        self._turn += 1
-        batches.turn = self._turn
+        assert assembly is not None
+        self._engine.begin(assembly, self._form)  # in any case: an interrupt may have come before it was done
         return assembly
 
     def _assemble(self, epoch: int, start: int) -> Assembly:
@@ -358,21 +367,22 @@ class Loader:
             counts=Counts(),
         )
 
-    def _next(self, assembly: Assembly) -> Batch:
-        if assembly.done:
-            self._move(assembly.state)
-            raise StopIteration
-        self._kept = True
+    def _take(self, assembly: Assembly) -> Batch | None:
+        """The batch that is due; None if another thread got the last one."""
         batch = self._engine.take(assembly)
-        self._kept = False
-        if assembly.done:
+        if assembly.taken == assembly.count and self._assembly is assembly and assembly.epoch + 1 < _EPOCHS:
             # The trainer still works on this batch, and may validate before it comes back.
-            self._ahead = self._assemble(*assembly.state)
+            if self._ahead is None:
+                self._ahead = self._assemble(assembly.epoch + 1, 0)
             self._engine.begin(self._ahead, self._form)
         return batch
 
     def _note(self, batch: Batch, rows: int, waited: float, spent: float) -> None:
+        """Count and log; once, also if the batch is given out in a second attempt only."""
         epoch = self._epochs[batch.epoch]
+        if batch.step < epoch.noted:
+            return
+        epoch.noted = batch.step + 1
         epoch.rows += len(batch.indices)
         epoch.waited += waited
         epoch.spent += spent
@@ -392,41 +402,47 @@ class Loader:
 
 
 class _Batches(Iterator[Batch]):
-    """An iteration over the rest of one epoch; it begins with the first `next`."""
+    """An iteration over the rest of one epoch; it begins with the first `next`.
+
+    A batch counts as handed out by plain stores that `return` follows: no signal's handler and no other thread runs
+    between them, because those run between calls.
+    """
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
+        self._ref = weakref.ref(self)
         self._assembly: Assembly | None = None
-        self._finished = False
         self._since = 0.0
-        self.turn = 0
 
     def __next__(self) -> Batch:
-        loader, entered = self._loader, time.perf_counter()
-        if self._finished:
-            raise StopIteration
-        if self._assembly is None:
-            self._assembly = loader._begin(self)
+        loader, assembly = self._loader, self._assembly
+        if loader._holder is self._ref:
+            loader._holder = None
+        entered = time.perf_counter()
+        if assembly is None:
+            assembly = self._assembly = loader._begin()
             self._since = entered
-        elif not loader._owns(self, self._assembly):
-            raise StateError("this iterator was ended by set_epoch, load_state_dict or another one: use a new one")
-        assembly = self._assembly
-        rows = len(assembly.steps.block(assembly.start, assembly.taken))
-        try:
-            batch = loader._next(assembly)
-        except StopIteration:
-            self._finished = True
-            raise
-        left = time.perf_counter()
-        loader._note(batch, rows, left - entered, left - self._since)
-        self._since = left
-        return batch
+        while not assembly.done:
+            if loader._holder is not None and loader._holder is not self._ref:
+                raise StateError(ENDED)
+            batch = loader._take(assembly)
+            if batch is None:
+                break
+            left = time.perf_counter()
+            rows = len(assembly.steps.block(assembly.start, batch.step))
+            loader._note(batch, rows, left - entered, left - self._since)
+            self._since = left
+            if assembly.handed is batch:  # and no other thread was faster
+                loader._holder = self._ref
+                assembly.handed = None
+                return batch
+        raise StopIteration
 
     def __del__(self) -> None:
         # `break`: what was asked for is not wanted any more. What an error left goes on with the next iterator.
-        assembly = self._assembly
-        if assembly is not None and self._loader._owns(self, assembly) and not self._loader._kept:
-            self._loader._engine.end(assembly)
+        assembly, loader = self._assembly, self._loader
+        if assembly is not None and loader._assembly is assembly and loader._holder is self._ref:
+            loader._engine.end(assembly)
 
 
 def _locate(source: Any) -> tuple[Locate, str]:
@@ -456,14 +472,15 @@ def _among(name: str, value: str, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
 
 
-def _whole(name: str, value: Any, least: int) -> int:
+def _whole(name: str, value: Any, least: int, below: int | None = None) -> int:
     try:
-        number = value.__index__()
-    except AttributeError:
+        number = operator.index(value)
+    except TypeError:
         raise ConfigError(f"{name}: {value!r} is not a whole number") from None
-    if isinstance(value, bool) or number < least:
-        raise ConfigError(f"{name}: {value!r} must be a whole number from {least} on")
-    return int(number)
+    if isinstance(value, bool) or number < least or (below is not None and number >= below):
+        limit = "" if below is None else f" and below {below}"
+        raise ConfigError(f"{name}: {value!r} must be a whole number from {least} on{limit}")
+    return number
 
 
 def _triple(name: str, values: Sequence[float] | None) -> tuple[float, ...] | None:

@@ -22,6 +22,7 @@ import pytest
 from scripted import Do, ScriptedDaemon, index_of, level, wait_until
 
 from headrace import Loader
+from headrace.assembly import Assembly
 from headrace.engine import Engine
 from headrace.errors import (
     ConfigError,
@@ -98,6 +99,31 @@ def test_a_chunk_that_cannot_be_had_fails_by_name_and_the_next_next_tries_again(
         assert [b.step for b in batches] == [2, 3, 4]
 
 
+def test_a_failed_chunk_is_asked_for_again_though_nothing_else_arrives(socket_file: Path) -> None:
+    with ScriptedDaemon(socket_file, behave=once(Do.FAIL, 4)) as daemon, open_loader(daemon) as loader:
+        batches = iter(loader)
+        next(batches)
+        next(batches)
+        wait_until(lambda: (0, 9) in daemon.asked)  # as far ahead as it goes
+        daemon.wait_released()
+        with pytest.raises(DatasetError, match="chunk 4: EIO"):
+            next(batches)
+        assert [b.step for b in batches] == [2, 3, 4]
+
+
+def test_what_failed_in_the_look_ahead_is_no_error_of_another_epoch(socket_file: Path) -> None:
+    def behave(get: Get) -> Do:
+        return Do.GARBAGE if get.epoch == 1 else Do.ANSWER
+
+    with ScriptedDaemon(socket_file, behave=behave) as daemon, open_loader(daemon) as loader:
+        check_epoch(loader, 0)
+        wait_until(lambda: not daemon.sessions)  # the look-ahead met nonsense and left
+        loader.set_epoch(0)
+        check_epoch(loader, 0)
+        with pytest.raises(ProtocolError):
+            next(iter(loader))
+
+
 def test_a_daemon_that_forgot_the_session_is_greeted_again(socket_file: Path) -> None:
     with ScriptedDaemon(socket_file, behave=once(Do.UNKNOWN, 5)) as daemon, open_loader(daemon) as loader:
         check_epoch(loader, 0)
@@ -151,6 +177,28 @@ def test_a_daemon_that_stays_away_is_lost_after_the_timeout_and_may_come_back(so
 def check_epoch_of(batches: Iterator[Any], epoch: int, first: int) -> None:
     seen = [SAMPLES - 1 - int(i) for b in batches for i in b.indices]
     assert seen == list(range(first, SAMPLES))
+
+
+def test_a_daemon_that_crashes_and_returns_for_ever_runs_into_the_deadline(socket_file: Path) -> None:
+    daemons = [ScriptedDaemon(socket_file, behave=lambda get: Do.VANISH)]
+    stop = threading.Event()
+
+    def restart() -> None:
+        while not stop.is_set():
+            daemons[-1].close()
+            daemons.append(ScriptedDaemon(socket_file, behave=lambda get: Do.VANISH))
+            wait_until(lambda: daemons[-1].gets != [] or stop.is_set())
+
+    with open_loader(daemons[0], timeout=1) as loader:
+        thread = threading.Thread(target=restart)
+        thread.start()
+        try:
+            with pytest.raises((ConnectionLost, DeadlineError), match="for 1 s"):
+                next(iter(loader))
+        finally:
+            stop.set()
+            thread.join(20)
+            daemons[-1].close()
 
 
 def test_a_silent_daemon_runs_into_the_deadline_which_names_it_and_the_chunks(socket_file: Path) -> None:
@@ -259,6 +307,112 @@ def test_ctrl_c_in_next_leaves_the_position_and_the_loader_usable(socket_file: P
         loader.set_epoch(1)
         daemon.behave = lambda get: Do.ANSWER
         check_epoch(loader, 1)
+
+
+def test_ctrl_c_as_the_look_ahead_begins_loses_neither_the_last_batch_nor_the_next_epoch(
+    socket_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Engine.begin
+
+    def interrupted(self: Engine, *arguments: Any) -> None:
+        monkeypatch.setattr(Engine, "begin", begin)
+        raise KeyboardInterrupt
+
+    with ScriptedDaemon(socket_file) as daemon, open_loader(daemon) as loader:
+        batches = iter(loader)
+        for _ in range(4):
+            next(batches)
+        monkeypatch.setattr(Engine, "begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        assert (loader.state_dict()["epoch"], loader.state_dict()["position"], loader.remaining) == (0, 32, 1)
+        check_epoch(loader, 0, first=32)
+        check_epoch(loader, 1)
+
+
+def test_ctrl_c_after_a_batch_was_taken_hands_it_out_next_time(
+    socket_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with ScriptedDaemon(socket_file) as daemon, open_loader(daemon) as loader:
+        batches = iter(loader)
+        next(batches)
+        monkeypatch.setattr(Loader, "_note", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        assert loader.state_dict()["position"] == 8
+        assert next(batches).step == 1
+        assert loader.state_dict()["position"] == 16
+
+
+def test_a_signals_handler_may_close_the_loader_while_next_has_the_lock(
+    socket_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ScriptedDaemon(socket_file) as daemon:
+        loader = open_loader(daemon)
+        batches = iter(loader)
+        next(batches)
+        take = Assembly.take
+
+        def interrupted(self: Assembly) -> Any:
+            monkeypatch.setattr(Assembly, "take", take)
+            loader._engine._wake.ring()  # the thread runs into the lock
+            time.sleep(0.05)
+            signal.raise_signal(signal.SIGTERM)
+            return take(self)
+
+        before = signal.signal(signal.SIGTERM, lambda number, frame: loader.close())
+        try:
+            monkeypatch.setattr(Assembly, "take", interrupted)
+            with pytest.raises(StateError, match="closed"):
+                for _ in batches:
+                    pass
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert not any(thread.name == "headrace-fetch" for thread in threading.enumerate())
+        monkeypatch.undo()  # it remembers the function that refers to the loader
+
+
+def test_set_epoch_wakes_a_next_that_waits_in_another_thread(socket_file: Path) -> None:
+    with ScriptedDaemon(socket_file, behave=lambda get: Do.NOTHING) as daemon, open_loader(daemon) as loader:
+        errors: list[HeadraceError] = []
+        batches = iter(loader)
+
+        def consume() -> None:
+            try:
+                next(batches)
+            except HeadraceError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=consume)
+        thread.start()
+        wait_until(lambda: daemon.gets != [])
+        loader.set_epoch(5)
+        thread.join(10)
+        assert not thread.is_alive()
+        assert isinstance(errors[0], StateError)
+        assert "ended by set_epoch" in str(errors[0])
+
+
+def test_threads_that_share_an_iterator_get_each_batch_once_and_all_come_to_the_end(socket_file: Path) -> None:
+    with ScriptedDaemon(socket_file, samples=400) as daemon, open_loader(daemon) as loader:
+        steps: list[int] = []
+        batches = iter(loader)
+
+        def consume() -> None:
+            while (batch := next(batches, None)) is not None:
+                steps.append(batch.step)
+            steps.append(-1)
+
+        threads = [threading.Thread(target=consume) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert sorted(steps) == [-1] * 4 + list(range(50))
 
 
 def test_an_error_in_the_loops_body_ends_the_epoch_like_break(socket_file: Path) -> None:

@@ -264,9 +264,9 @@ def test_set_epoch_and_load_state_dict_end_an_iteration_that_is_under_way(serve:
         ({"order": "other", "data": "other"}, "files or labels"),
         ({"order": "other", "seed": 7}, "seed is 7"),
         ({"order": "other"}, "shuffle"),
-        ({"position": 40}, "position is 40"),
-        ({"position": -1}, "position is -1"),
-        ({"epoch": 1.5}, "epoch is 1.5"),
+        ({"position": 40}, "position: 40 must be a whole number from 0 on and below 40"),
+        ({"position": -1}, "position: -1 must"),
+        ({"epoch": 1.5}, "epoch: 1.5 is not a whole number"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_by_name(serve: Serve, change: dict[str, Any], named: str) -> None:

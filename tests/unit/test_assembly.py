@@ -100,6 +100,7 @@ class Driver:
             self.ask()
             batch = self.assembly.take()
             if batch is not None:
+                self.assembly.handed = None
                 self.lent -= len(self.steps.block(self.start, batch.step))
                 return batch
             assert self.outstanding, "nothing is outstanding and no batch is ready: it would wait for ever"
@@ -412,6 +413,30 @@ def test_a_rank_that_got_nothing_but_copies_of_good_pictures_has_no_error() -> N
     assert pixels(batch) == [1, 2, 3]
 
 
+def test_an_epoch_whose_only_pictures_were_bad_before_its_last_batch_is_an_error_too() -> None:
+    driver = Driver(Steps(10, 4, 1, 2, "partial"), bad=frozenset(range(4, 8)))
+    assert list(driver.next().valid) == [False]
+    with pytest.raises(TooManyRejects, match=r"no valid picture for rank 1: /data/7\.jpg"):
+        driver.next()  # a copy of a good picture, which does not count
+
+
+def test_too_many_rejects_name_the_latest() -> None:
+    with pytest.raises(TooManyRejects, match=r"the latest is /data/19\.jpg"):
+        Driver(Steps(100, 20, 0, 1, "partial"), max_bad=0.0, bad=frozenset(range(20))).next()
+
+
+def test_a_batch_that_was_taken_but_not_handed_out_is_still_due() -> None:
+    driver = Driver(Steps(4, 4, 0, 1, "partial"))
+    batch = driver.next()
+    driver.assembly.handed = batch
+    assert driver.assembly.take() is batch
+    assert driver.assembly.state == (2, 0)
+    assert not driver.assembly.done
+    driver.assembly.handed = None
+    assert driver.assembly.state == (3, 0)
+    assert driver.assembly.done
+
+
 def test_a_chunk_that_failed_is_told_when_its_batch_is_due_and_then_tried_again() -> None:
     driver = Driver(Steps(12, 4, 0, 1, "partial"), chunk=4, window=9)
     driver.ask()
@@ -442,9 +467,11 @@ def test_drop_counts_the_tail_that_a_state_leaves() -> None:
     assert driver.counts == Counts(dropped=8)
 
 
-def test_discarding_keeps_the_state_and_drops_the_memory() -> None:
+def test_discarding_keeps_the_state_drops_the_memory_and_can_be_taken_up_again() -> None:
     driver = Driver(Steps(100, 8, 0, 1, "partial"))
     driver.next()
+    driver.outstanding.clear()
     driver.assembly.discard()
     assert driver.assembly.state == (2, 8)
     assert driver.assembly.take() is None
+    assert [b.step for b in driver.epoch_of()] == list(range(1, 13))

@@ -1,0 +1,73 @@
+"""Ctrl-C anywhere in `next`: no hang, and no batch lost, handed out twice or of another epoch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# `again` makes the iterator that goes on after an interrupt; a signal each 1.5 ms comes from another process, so that
+# it arrives anywhere. Before the first line of `__next__` it is an interrupt of the loop, which ends the epoch.
+STORM = """
+import json, os, signal, subprocess, sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from scripted import ScriptedDaemon, index_of
+from headrace import Loader
+from headrace.loader import _Batches
+
+SAMPLES, ROWS, first = 400, 8, _Batches.__next__.__code__
+interrupts = 0
+
+def interrupt(number, frame):
+    global interrupts
+    while frame is not None and frame.f_code is not first:
+        frame = frame.f_back
+    if frame is not None and frame.f_lineno > first.co_firstlineno:
+        interrupts += 1
+        raise KeyboardInterrupt
+
+sender = '''
+import os, random, signal, sys, time
+pick = random.Random(int(sys.argv[2]))
+for _ in range(1200):
+    time.sleep(pick.random() * 0.003)
+    os.kill(int(sys.argv[1]), signal.SIGINT)
+'''
+with ScriptedDaemon(Path({socket!r}), samples=SAMPLES, slots=12, window=8) as daemon:
+    with Loader(daemon.address, batch_size=ROWS, output="numpy", dtype="uint8", timeout=20) as loader:
+        seen = []
+        batches = iter(loader)
+        batch = next(batches)
+        signal.signal(signal.SIGINT, interrupt)
+        child = subprocess.Popen([sys.executable, "-c", sender, str(os.getpid()), "{seed}"])
+        while child.poll() is None:
+            seen.append((batch.epoch, SAMPLES - 1 - int(batch.indices[0])))
+            batch = None
+            while batch is None:
+                try:
+                    for batch in batches:
+                        break
+                    else:
+                        batches = iter(loader)
+                except KeyboardInterrupt:
+                    {again}
+        sys.stdout.write(json.dumps([interrupts, seen]))
+"""
+
+
+@pytest.mark.parametrize(("again", "seed"), [("pass", 1), ("batches = iter(loader)", 2)])
+def test_every_batch_is_handed_out_once_however_often_next_is_interrupted(
+    tmp_path: Path, again: str, seed: int
+) -> None:
+    script = tmp_path / "storm.py"
+    tests = str(Path(__file__).parents[1])
+    script.write_text(STORM.format(tests=tests, socket=str(tmp_path / "s"), again=again, seed=seed))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    interrupts, seen = json.loads(done.stdout)
+    assert interrupts > 100
+    assert seen == [[step // 50, step % 50 * 8] for step in range(len(seen))]
