@@ -15,8 +15,8 @@ from headrace.protocol import DAEMON_LIMIT
 LONGEST_PATH = 107
 
 _HINTS = {
-    errno.ENOENT: "no daemon was started there",
-    errno.ECONNREFUSED: "the daemon that was there is gone",
+    errno.ENOENT: "no daemon was started there: start it first, `headrace serve CONFIG`",
+    errno.ECONNREFUSED: "the daemon that was there is gone: start it again, `headrace serve CONFIG`",
     errno.EACCES: "its `socket.group` says who besides its user may connect",
 }
 

@@ -13,6 +13,7 @@ DType = Literal["uint8", "float16", "bfloat16", "float32"]
 Layout = Literal["NCHW", "NHWC", "channels_last"]
 
 _FLOAT32_MAX = 3.4028234663852886e38
+_FLOAT16_MAX = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Output:
 
     Raises:
         ValueError: an unknown dtype or layout, a std that is not positive and finite, a mean that is not finite,
-            numbers so far apart that float32 cannot hold the result, or mean or std beside `uint8`.
+            numbers so far apart that float32, or the float16 asked for, cannot hold the result, or mean or std beside
+            `uint8`.
     """
 
     dtype: DType = "float32"
@@ -49,6 +51,9 @@ class Output:
         # The client computes x / (255 std) - mean / std in float32.
         if not all(max(1 / 255, abs(m)) / s <= _FLOAT32_MAX for m, s in zip(self.mean, self.std, strict=True)):
             raise ValueError(f"std: with mean {list(self.mean)} and std {list(self.std)} a float32 overflows")
+        largest = max(max(abs(m), abs(1 - m)) / s for m, s in zip(self.mean, self.std, strict=True))
+        if self.dtype == "float16" and largest > _FLOAT16_MAX:
+            raise ValueError(f"std: with mean {list(self.mean)} and std {list(self.std)} a float16 overflows")
         if self.dtype == "uint8" and (self.mean != (0.0, 0.0, 0.0) or self.std != (1.0, 1.0, 1.0)):
             raise ValueError("dtype uint8 hands out the rendered levels; mean and std need a floating dtype")
 

@@ -15,11 +15,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from headrace.errors import ConfigError, ConnectionLost, DeadlineError, HeadraceError, from_wire
-from headrace.session import Interrupted
+from headrace.session import LONGEST_POLL, Interrupted
 
 #: How often a daemon that died is started again within `_SPAN` seconds.
 _RESTARTS = 3
@@ -41,18 +41,18 @@ class PrivateDaemon:
     def __init__(self, source: Any) -> None:
         if isinstance(source, (str, os.PathLike)):
             request: dict[str, Any] = {"path": os.path.abspath(os.fspath(source))}
-        elif isinstance(source, Mapping):
-            request = {"config": dict(source)}
-        elif callable(plain := getattr(source, "plain", None)):
-            request = {"config": plain()}
+        elif isinstance(source, Mapping) or callable(getattr(source, "plain", None)):
+            request = {"config": source}
         else:
             raise ConfigError(f"source: {source!r} is no address (ipc://PATH), YAML file, mapping or headrace.Config")
         with contextlib.suppress(OSError):  # it may have been removed
             request["folder"] = os.getcwd()
         try:
-            self._request = json.dumps(request, default=_plain).encode()
+            self._request = json.dumps(_plain(request)).encode()
         except TypeError as error:
             raise ConfigError(f"source: the configuration holds what YAML cannot say: {error}") from None
+        except RecursionError:
+            raise ConfigError("source: the configuration contains itself") from None
         self._started: deque[float] = deque(maxlen=_RESTARTS + 1)
         self._log = "unknown"
 
@@ -88,8 +88,11 @@ class PrivateDaemon:
                 line = self._converse(process, now + timeout, stop)
             finally:
                 _end(process)
-            address, self._log = _understand(line, complaints)
-            return address
+            answer = _understand(line, complaints)
+            self._log = str(answer.get("log", self._log))
+            if "config" in answer:  # the file may be edited, the folder removed: the run goes on with what it began
+                self._request = json.dumps({"config": answer["config"]}).encode()
+            return str(answer["address"])
 
     def _converse(self, process: subprocess.Popen[bytes], deadline: float, stop: int) -> bytes:
         assert process.stdin is not None and process.stdout is not None
@@ -104,11 +107,13 @@ class PrivateDaemon:
         line = b""
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
-            ready = {fd for fd, _ in poll.poll(max(0, left) * 1000)}
+            ready = {fd for fd, _ in poll.poll(1000 * min(max(0, left), LONGEST_POLL))}
             if stop in ready:
                 raise Interrupted
-            if not ready:
+            if not ready and left <= 0:
                 raise DeadlineError("the private daemon was started and does not get ready")
+            if not ready:
+                continue
             data = os.read(process.stdout.fileno(), _READ)
             if not data:
                 break
@@ -131,12 +136,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         pass
 
 
-def _understand(line: bytes, complaints: IO[bytes]) -> tuple[str, str]:
-    """The address and where the log is, or the error that the line holds."""
+def _understand(line: bytes, complaints: IO[bytes]) -> dict[str, Any]:
+    """The answer: address, log and configuration; or the error that the line holds."""
     try:
         answer = json.loads(line)
         if "address" in answer:
-            return str(answer["address"]), str(answer["log"])
+            return dict(answer)
         error = from_wire(str(answer["kind"]), str(answer["text"]))
     except (ValueError, TypeError, KeyError):
         complaints.seek(0)
@@ -146,8 +151,17 @@ def _understand(line: bytes, complaints: IO[bytes]) -> tuple[str, str]:
 
 
 def _plain(value: Any) -> Any:
+    """As JSON has it: any mapping is a dict, any sequence a list."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, Mapping):
+        if strange := [key for key in value if not isinstance(key, str)]:
+            raise ConfigError(f"source: the key {strange[0]!r} is not text; put it in quotes")
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
+        return [_plain(item) for item in value]
     if callable(plain := getattr(value, "plain", None)):
-        return plain()
+        return _plain(plain())
     raise TypeError(f"{value!r} of type {type(value).__name__}")

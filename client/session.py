@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import socket
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, cast
@@ -33,6 +34,9 @@ from headrace.protocol import (
 from headrace.slots import Ring
 
 log = logging.getLogger(__name__)
+
+#: Seconds of the longest single wait in a poll, which counts milliseconds in 32 bits.
+LONGEST_POLL = 3600.0
 
 _LOG_EVERY = 5.0
 
@@ -99,10 +103,10 @@ class Session:
             welcome, fds = _handshake(address, channel, timeout, stop)
             ring = _attach(address, welcome, fds)
         except Closed:
-            channel.close()
+            _hang_up(channel)
             raise ConnectionLost(f"the daemon at {address} closed the connection before it was ready") from None
         except BaseException:
-            channel.close()
+            _hang_up(channel)
             raise
         dealer = context.socket(zmq.DEALER)
         try:
@@ -114,7 +118,7 @@ class Session:
         except BaseException as error:
             dealer.close()
             ring.close()
-            channel.close()
+            _hang_up(channel)
             if isinstance(error, zmq.ZMQError):
                 raise ProtocolError(f"the daemon at {address} names the endpoint {welcome.endpoint}: {error}") from None
             raise
@@ -153,7 +157,7 @@ class Session:
     def close(self) -> None:
         """Leave; the daemon takes back what this session still held. May be called twice."""
         self._dealer.close()
-        self._channel.close()
+        _hang_up(self._channel)
         self.ring.close()
 
     def abandon(self) -> None:
@@ -174,6 +178,15 @@ class Session:
         except Closed:
             return "the daemon ended"
         return None
+
+
+def _hang_up(channel: Channel) -> None:
+    """End the connection, although a child that was forked meanwhile may have a copy of it."""
+    try:
+        channel.sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it has ended
+    channel.close()
 
 
 def _handshake(address: str, channel: Channel, timeout: float, stop: int) -> tuple[Welcome, list[int]]:
@@ -206,7 +219,7 @@ def _wait_readable(channel: Channel, stop: int, seconds: float) -> None:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(stop, select.POLLIN)
-    if any(fd == stop for fd, _ in poll.poll(seconds * 1000)):
+    if any(fd == stop for fd, _ in poll.poll(1000 * min(seconds, LONGEST_POLL))):
         raise Interrupted
 
 

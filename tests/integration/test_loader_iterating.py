@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import logging
@@ -447,8 +448,12 @@ def test_kept_batches_keep_their_pixels_while_memory_is_reused(serve: Serve) -> 
         ({"dtype": "float32", "mean": 0.5}, "mean: 0.5"),
         ({"rank": 1}, "rank is given without world_size"),
         ({"output": "jax"}, "output: 'jax'"),
-        ({"dtype": "float64"}, "dtype: 'float64'"),
-        ({"layout": "CHW"}, "layout: 'CHW'"),
+        ({"rank": "0", "world_size": 2}, "rank: '0' is not a whole number"),
+        ({"rank": 0.0, "world_size": 2}, "rank: 0.0 is not a whole number"),
+        ({"rank": 0, "world_size": 2.0}, "world_size: 2.0 is not a whole number"),
+        ({"dtype": "float64"}, "^dtype: 'float64'"),
+        ({"dtype": np.float16}, "^dtype: .*numpy.float16"),
+        ({"layout": "CHW"}, "^layout: 'CHW'"),
         ({"dtype": "float32", "std": [1, 0, 1]}, "std"),
         ({"dtype": "float32", "mean": [1, 2]}, "mean"),
         ({"mean": [0, 0, 0]}, "uint8"),
@@ -458,6 +463,41 @@ def test_kept_batches_keep_their_pixels_while_memory_is_reused(serve: Serve) -> 
 def test_a_wrong_argument_is_named_with_what_is_allowed(serve: Serve, arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         open_loader(serve(), **arguments)
+
+
+def test_a_dtype_may_be_torchs(serve: Serve) -> None:
+    torch = pytest.importorskip("torch")
+    with Loader(serve().address, batch_size=8, dtype=torch.bfloat16) as loader:
+        assert next(iter(loader)).images.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("timeout", [1e8, float("inf")])
+def test_a_timeout_may_be_as_good_as_none(serve: Serve, timeout: float) -> None:
+    with open_loader(serve(indexing=3), timeout=timeout) as loader:
+        assert len(list(loader)) == 5
+
+
+def test_epochs_are_numbered_below_two_to_the_63rd(serve: Serve) -> None:
+    with open_loader(serve()) as loader:
+        with pytest.raises(ConfigError, match="epoch: 18446744073709551616 must be a whole number"):
+            loader.set_epoch(1 << 64)
+        with pytest.raises(StateError, match="epoch"):
+            loader.load_state_dict(loader.state_dict() | {"epoch": 1 << 63})
+        loader.set_epoch((1 << 63) - 1)
+        assert len(list(loader)) == 5
+
+
+def test_numbers_of_numpy_are_numbers(serve: Serve) -> None:
+    with open_loader(serve(), batch_size=np.int64(8), prefetch=np.int8(1)) as loader:
+        loader.load_state_dict(loader.state_dict() | {"epoch": np.int64(2), "position": np.uint16(8)})
+        check(next(iter(loader)), list(range(8, 16)), epoch=2)
+        assert json.dumps(loader.state_dict())
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_loader_does_not_go_to_another_process(serve: Serve, how: Callable[[Loader], Any]) -> None:
+    with open_loader(serve()) as loader, pytest.raises(TypeError, match="make the Loader in the process that uses it"):
+        how(loader)
 
 
 def test_the_cpu_is_a_device_and_shm_a_transport(serve: Serve) -> None:

@@ -35,6 +35,7 @@ def test_the_defaults_are_float32_from_0_to_1() -> None:
         ({"std": (1, 0, 1)}, "std: .* must be positive"),
         ({"std": (1, -1, 1)}, "std: .* must be positive"),
         ({"std": (1, 1, 1e-42)}, "float32 overflows"),
+        ({"dtype": "float16", "mean": (123, 117, 104), "std": (1, 1e-3, 1)}, "float16 overflows"),
         ({"mean": (1e30, 0, 0), "std": (1e-30, 1, 1)}, "float32 overflows"),
         ({"dtype": "uint8", "mean": (0.5, 0.5, 0.5)}, "uint8 hands out the rendered levels"),
         ({"dtype": "uint8", "std": (0.5, 0.5, 0.5)}, "uint8 hands out the rendered levels"),

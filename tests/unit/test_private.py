@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -58,6 +59,8 @@ class Described:
          {"config": {"streams": {"a": {"dataset": {"folder": "/data/x"}}}}}),
         (Described(), {"config": {"streams": {"a": {"seed": 1}}}}),
         ({"streams": {"a": Described()}}, {"config": {"streams": {"a": {"streams": {"a": {"seed": 1}}}}}}),
+        (MappingProxyType({"streams": MappingProxyType({"a": ({"seed": 1},)})}),
+         {"config": {"streams": {"a": [{"seed": 1}]}}}),
         ("/etc/a b.yaml", {"path": "/etc/a b.yaml"}),
         (Path("/etc/x.yaml"), {"path": "/etc/x.yaml"}),
     ],
@@ -68,6 +71,21 @@ def test_the_configuration_goes_as_json_and_the_address_comes_back(
     act(ANSWER)
     assert PrivateDaemon(source).address(timeout=20, stop=stop) == "ipc:///run/x.sock"
     assert json.loads((tmp_path / "request").read_text()) == request_ | {"folder": str(Path.cwd())}
+
+
+def test_once_it_runs_it_is_started_again_with_the_configuration_that_it_runs_with(
+    act: Act, stop: int, tmp_path: Path
+) -> None:
+    act("print(json.dumps({'address': 'ipc:///x', 'log': '/x', 'config': {'streams': {'a': {'seed': 3}}}}))")
+    daemon = PrivateDaemon("x.yaml")
+    daemon.address(timeout=20, stop=stop)
+    daemon.address(timeout=20, stop=stop)
+    assert json.loads((tmp_path / "request").read_text()) == {"config": {"streams": {"a": {"seed": 3}}}}
+
+
+def test_any_timeout_can_be_waited_for(act: Act, stop: int) -> None:
+    act(ANSWER)
+    assert PrivateDaemon({}).address(timeout=float("inf"), stop=stop) == "ipc:///run/x.sock"
 
 
 def test_a_relative_path_is_of_this_process(act: Act, stop: int, tmp_path: Path) -> None:
@@ -128,6 +146,18 @@ def test_it_is_started_again_three_times_a_minute_at_most(act: Act, stop: int) -
         daemon.address(timeout=20, stop=stop)
     with pytest.raises(ConnectionLost, match="ended 4 times within 60 s"):
         daemon.address(timeout=20, stop=stop)
+
+
+def test_a_configuration_that_contains_itself_is_refused() -> None:
+    source: dict[str, Any] = {}
+    source["streams"] = source
+    with pytest.raises(ConfigError, match="contains itself"):
+        PrivateDaemon(source)
+
+
+def test_a_name_that_is_a_number_is_refused_as_in_a_file() -> None:
+    with pytest.raises(ConfigError, match="the key 1 is not text"):
+        PrivateDaemon({"streams": {1: {}}})
 
 
 @pytest.mark.parametrize("source", [3, None, object(), {"a": object()}, {"a": {1, 2}}])

@@ -165,3 +165,15 @@ def test_closing_interrupts_the_handshake(
         Session.open(listen(lambda c: None), None, context, timeout=60, stop=wake)
     assert time.monotonic() - before < 30
     timer.join()
+
+
+def test_closing_ends_the_connection_though_a_child_was_forked_in_the_handshake(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], wake: int
+) -> None:
+    copies: list[socket.socket] = []
+    with ScriptedDaemon(tmp_path / "d.sock") as daemon:
+        session = Session.open(daemon.address, None, context, timeout=10, stop=wake)
+        copies.append(session._channel.sock.dup())  # as the child has it
+        session.close()
+        wait_until(lambda: not daemon.sessions)
+        copies.pop().close()
