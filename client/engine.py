@@ -150,6 +150,7 @@ class Engine:
         self._lock = threading.Lock()
         # Under the lock, as is what is in the assembly:
         self._assembly: Assembly | None = None
+        self._form: Form | None = None
         self._progress = 0
         self._failure: tuple[Assembly | None, HeadraceError] | None = None
 
@@ -324,14 +325,15 @@ class Engine:
 
     def _switch(self) -> None:
         """Take up the assembly that the consumer wants, and take back what was asked for another."""
-        current = self._current
-        wanted = None if current is None or current[0].ended else current[0]
+        wanted, form = self._current or (None, None)
+        if wanted is not None and wanted.ended:
+            wanted = None
         if wanted is self._assembly:
             return
         with self._locked():
             if self._assembly is not None:
                 self._assembly.discard()
-            self._assembly = wanted
+            self._assembly, self._form = wanted, form
             self._failure = None
         if self._outstanding and self._session is not None:
             self._session.cancel(self._request)
@@ -355,11 +357,10 @@ class Engine:
         assert session is not None
         self._window = message.window
         want = self._outstanding.get(message.request)
-        current = self._current
-        if want is None or current is None or current[0] is not self._assembly:
+        assembly, form = self._assembly, self._form
+        if want is None or assembly is None or form is None:
             session.release(message.request)  # it was taken back while it was on its way
             return
-        assembly, form = current
         bad = {reject.row: reject for reject in message.rejects}
         error: HeadraceError | None = self._check_render(message)
         copied = False
