@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 _SMALL = 1 << 18
 
 
+_Ref = weakref.ref[NDArray[np.uint8]]
+
+
 class BatchMemory:
     """A source of equally large pieces of memory that takes them back when they are dropped.
 
@@ -28,13 +31,16 @@ class BatchMemory:
 
     Args:
         size: bytes of a piece.
-        idle: pieces kept for reuse at most; those beyond go back to the kernel.
+        idle: pieces kept for reuse at most; those beyond go back to the kernel when the next one is taken.
     """
 
     def __init__(self, size: int, idle: int) -> None:
         self._size = size
         self._idle: deque[mmap.mmap] = deque(maxlen=idle)
-        self._lent: dict[int, tuple[weakref.ref[NDArray[np.uint8]], mmap.mmap]] = {}
+        self._lent: dict[int, tuple[_Ref, mmap.mmap]] = {}
+        #: References to bases that have ended. Appended by C code alone: a callback in Python would be a place where
+        #: a signal's handler may run, and whatever that raises, a KeyboardInterrupt too, would be lost there.
+        self._dropped: deque[_Ref] = deque()
 
     def take(self) -> NDArray[np.uint8]:
         """A writable piece, uint8 (size,); its content is arbitrary.
@@ -44,18 +50,15 @@ class BatchMemory:
         """
         if self._size < _SMALL:
             return np.empty(self._size, np.uint8)
+        while self._dropped:
+            self._idle.append(self._lent.pop(id(self._dropped.popleft()))[1])
         try:
             raw = self._idle.pop()
         except IndexError:
             raw = _map(self._size)
         base: NDArray[np.uint8] = np.ndarray((self._size,), np.uint8, raw)
-        # The callback must not touch `self`: a source that is gone has no use for the memory.
-        lent, idle, key = self._lent, self._idle, id(raw)
-
-        def dropped(_: weakref.ref[NDArray[np.uint8]]) -> None:
-            idle.append(lent.pop(key)[1])
-
-        lent[key] = weakref.ref(base, dropped), raw
+        ref = weakref.ref(base, self._dropped.append)
+        self._lent[id(ref)] = ref, raw
         return base
 
 
