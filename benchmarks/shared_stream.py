@@ -10,6 +10,16 @@ The stream has chunks of 32 and the default memory, the clients are processes of
 whole epochs. After an epoch to warm up they wait for one another; then the time counts from the common start until the
 last has ended. A client takes one row of pixels of each batch and does nothing else. The first batch size is also the
 single client's. While the clients keep pace no chunk is rendered twice.
+
+Seen on 2 shared cores of a virtual machine, by the command above without options:
+
+    side           images/s  (quartiles)     ratio  (quartiles)     others  CPU ms per image
+    one, float32   445       (434 to 454)    1.00   (1.00 to 1.00)  0%      workers 4.06, clients 0.30, daemon 0.03
+    four, float32  1389      (1330 to 1507)  3.23   (3.06 to 3.32)  0%      workers 1.08, clients 0.32, daemon 0.01
+    four, uint8    1777      (1761 to 1849)  3.94   (3.86 to 4.09)  0%      workers 0.99, clients 0.11, daemon 0.01
+    holds  four clients of float32 over one: 3.118 >= 2.5
+    holds  four clients of uint8 over one of float32: 3.99 >= 3.5
+    holds  the daemon's CPU time over its workers', one, float32: 0.00821 <= 0.03
 """
 
 from __future__ import annotations
