@@ -206,7 +206,12 @@ def own_bytes(pid: int) -> int:
 
 
 def descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
+    """That the process keeps: the fewest in a fifth of a second, for a worker mostly has a picture's file open too."""
+    counts = []
+    for _ in range(10):
+        counts.append(len(os.listdir(f"/proc/{pid}/fd")))
+        time.sleep(0.02)
+    return min(counts)
 
 
 class Meter:
