@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
 import tempfile
 import uuid
@@ -21,6 +22,12 @@ settings.register_profile("headrace", derandomize=True, database=None, deadline=
 settings.load_profile("headrace")
 
 _FOLDERS = {"HOME": "home", "TMPDIR": "tmp", "XDG_CACHE_HOME": "cache", "XDG_RUNTIME_DIR": "run"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts us in the background has us ignore Ctrl-C, and every process that a test starts with us.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _warm_up() -> None:
