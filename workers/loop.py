@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
-
-
-class HasFileno(Protocol):
-    def fileno(self) -> int: ...
-
 
 #: A ZeroMQ socket, a descriptor, or an object that has one.
 Watched = Any
