@@ -15,8 +15,9 @@ SOURCES := $(sort $(wildcard $(addsuffix /*.py,client pipeline workers server)))
 demo: env-demo
 	.venv/bin/headrace demo
 
+# Tests wait for processes more than they compute: one process more than cores, a module's tests in one of them.
 test: env-dev
-	.venv/bin/pytest
+	.venv/bin/pytest --numprocesses 3 --dist loadscope
 
 check: env-dev
 	.venv/bin/ruff check .
