@@ -1,9 +1,10 @@
 """The wire protocol between client and daemon: types, version, encoding. `docs/protocol.md` is its text.
 
 A message is one byte, the protocol's version, then a MessagePack map with the message's type in `"type"`.
-Two carriers: the *session*, a Unix connection (`Channel` frames) that begins with `Hello`, hands over the ring's
-descriptor and whose end is the session's end; and ZeroMQ (DEALER to ROUTER), one message per frame, for everything
-that is frequent. Nothing here is ever unpickled or evaluated; every field is typed, every size bounded.
+Two carriers: a Unix connection (`Channel` frames), which begins with `Hello`, hands over the ring's descriptor and
+whose end is the session's end; and ZeroMQ (DEALER to ROUTER), for everything that is frequent, and from another host
+for everything. There `Rows` is followed by frames of plain bytes; every other message is one frame. Nothing here is
+ever unpickled or evaluated; every field is typed, every size bounded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from headrace.errors import ProtocolError
 from headrace.output import Output
 from headrace.slots import SlotLayout
 
-VERSION = 1
+VERSION = 2
 
 #: Largest message that a daemon takes from a client, and a client from a daemon (class names may be many).
 CLIENT_LIMIT = 1 << 16
@@ -25,6 +26,9 @@ DAEMON_LIMIT = 1 << 26
 
 #: GETs that one session may have outstanding, whatever its window says; more ends the session.
 MAX_OUTSTANDING = 1024
+
+#: Data connections that one session may have over tcp.
+MAX_LANES = 16
 
 #: What fits into the int64 of an array, so that nothing overflows behind the decoder.
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -40,11 +44,11 @@ class Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fiel
 
 
 class Hello(Message, frozen=True, tag=True):
-    """Opens a session on one stream.
+    """Opens a session on one stream. Said on a Unix connection, or over tcp on the session's control connection.
 
     Attributes:
         stream: its name; None where the daemon has just one.
-        transport: `shm`, or `tcp` for a daemon that offers it.
+        transport: how chunks are to come, `shm` or `tcp`; over tcp only `tcp`.
         client: who this is, for the daemon's log.
     """
 
@@ -90,6 +94,8 @@ class Pong(Message, frozen=True, tag=True):
         seconds: that workers spent, by stage.
         streams: by name; None until somebody has asked for the stream and it is open.
         sessions: that it has now.
+        address: of its Unix socket. Who reaches it there, and finds the same `instance`, is on the same host.
+        instance: random, of this run of the daemon.
     """
 
     pid: Count
@@ -99,6 +105,8 @@ class Pong(Message, frozen=True, tag=True):
     seconds: dict[str, float]
     streams: dict[str, StreamStatus | None]
     sessions: Count
+    address: str
+    instance: Token
 
 
 class Indexing(Message, frozen=True, tag=True):
@@ -124,14 +132,17 @@ class Fingerprints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Welcome(Message, frozen=True, tag=True):
-    """The session stands. Over `shm` the read-only descriptor of the ring comes with this frame.
+    """The session stands. With transport `shm` the read-only descriptor of the ring comes with this frame.
 
     Attributes:
         token: names the session in every ZeroMQ message.
-        endpoint: where the daemon's ROUTER is bound.
-        layout, slots: how to map the ring.
+        endpoint: where the daemon's ROUTER is bound, for transport `shm`, and for `tcp` where this was said on a Unix
+            connection; empty where the connection that `Hello` came over goes there already.
+        layout, slots: of the ring, and how to map it.
         samples: N, the positions of an epoch.
         classes: names by label; empty where labels are no classes.
+        labels: `numbers`, in the field `labels`; or `text`, the first value of each row's text.
+        columns: names of the further values of each row's text.
         output, on_bad_sample, max_bad: the stream's defaults for the Loader's arguments.
         render_id: of the renderer that the daemon means to use.
         window: GETs that may be outstanding now; `Chunk` brings later values.
@@ -148,6 +159,8 @@ class Welcome(Message, frozen=True, tag=True):
     samples: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
     seed: Annotated[int, Meta(ge=0)]
     classes: list[str]
+    labels: Literal["numbers", "text"]
+    columns: list[str]
     fingerprints: Fingerprints
     output: Output
     on_bad_sample: Literal["skip", "replace", "mask", "raise"]
@@ -173,22 +186,43 @@ class Goodbye(Message, frozen=True, tag=True):
 # -- ZeroMQ, client to daemon -------------------------------------------------------------------------------
 
 
+class Attach(Message, frozen=True, tag=True):
+    """Joins the connection that it comes over to a session with transport `tcp`; answered by `Attached`.
+
+    Attributes:
+        lane: 0 is the control connection, needed where `Hello` was said elsewhere; from 1 on they are data connections,
+            over which `Rows` come. At least one of these is attached before the first `Get`.
+    """
+
+    token: Token
+    lane: Annotated[int, Meta(ge=0, le=MAX_LANES)]
+
+
+class Leave(Message, frozen=True, tag=True):
+    """The session over tcp is over. Where there is a Unix connection its end says so."""
+
+    token: Token
+
+
 class Get(Message, frozen=True, tag=True):
-    """Asks for a chunk; answered by `Chunk` or `Failed` with the same `request`, in any order.
+    """Asks for a chunk; answered by `Chunk`, `Rows` or `Failed` with the same `request`, in any order.
 
     Attributes:
         request: chosen by the client, growing within a session.
         epoch, chunk: the address, together with the session's stream.
+        first, count: the run of rows that is wanted; 0 rows: all. Over `shm` the whole chunk is leased in any case.
     """
 
     token: Token
     request: Count
     epoch: Count
     chunk: Count
+    first: Count = 0
+    count: Count = 0
 
 
 class Release(Message, frozen=True, tag=True):
-    """The client has copied what it wanted from this delivery."""
+    """The client has copied what it wanted from this `Chunk`. Not for `Rows`, which are the client's own."""
 
     token: Token
     request: Count
@@ -240,6 +274,37 @@ class Chunk(Message, frozen=True, tag=True):
     rejects: list[RowReject]
 
 
+class Rows(Message, frozen=True, tag=True):
+    """Rows of a chunk, over a data connection; their fields follow, a frame each, in the order of the slot's layout:
+    images (in frames of `split` rows), labels, indices, status, and if the layout has text, ends and text.
+
+    Attributes:
+        request: that this answers.
+        first, count: which rows of the chunk; `ends` count from the first one's beginning.
+        split: rows in each frame of images but the last.
+        render_id, window: as in `Chunk`.
+        rejects: those among these rows; `row` counts within the chunk.
+    """
+
+    request: Count
+    first: Count
+    count: Annotated[int, Meta(ge=1, le=1 << 16)]
+    split: Annotated[int, Meta(ge=1, le=1 << 16)]
+    render_id: str
+    window: Annotated[int, Meta(ge=1, le=MAX_OUTSTANDING)]
+    rejects: list[RowReject]
+
+
+class Attached(Message, frozen=True, tag=True):
+    """The connection belongs to the session."""
+
+    lane: Annotated[int, Meta(ge=0, le=MAX_LANES)]
+
+
+class Alive(Message, frozen=True, tag=True):
+    """Sent now and then over tcp, so that the daemon learns of connections that have ended; says nothing."""
+
+
 class Failed(Message, frozen=True, tag=True):
     """The chunk cannot be had: an I/O error that did not go away, by name."""
 
@@ -258,6 +323,9 @@ SessionRequest = Hello | Ping
 SessionReply = Pong | Indexing | Welcome | Refused | Goodbye
 ClientMessage = Get | Release | Cancel
 DaemonMessage = Chunk | Failed | Unknown
+#: Over tcp, where the session has no Unix connection.
+RemoteMessage = Hello | Ping | Attach | Leave | Get | Cancel
+RemoteReply = SessionReply | Attached | Rows | Failed | Unknown | Alive
 
 #: Every message type, in the order of `docs/protocol.md`.
 MESSAGES: tuple[type[Message], ...] = (
@@ -268,12 +336,17 @@ MESSAGES: tuple[type[Message], ...] = (
     Welcome,
     Refused,
     Goodbye,
+    Attach,
+    Leave,
     Get,
     Release,
     Cancel,
     Chunk,
+    Rows,
     Failed,
     Unknown,
+    Attached,
+    Alive,
 )
 
 T = TypeVar("T")
@@ -315,3 +388,7 @@ decode_session_request: Decoder[Hello | Ping] = Decoder(SessionRequest, CLIENT_L
 decode_session_reply: Decoder[Pong | Indexing | Welcome | Refused | Goodbye] = Decoder(SessionReply, DAEMON_LIMIT)
 decode_client: Decoder[Get | Release | Cancel] = Decoder(ClientMessage, CLIENT_LIMIT)
 decode_daemon: Decoder[Chunk | Failed | Unknown] = Decoder(DaemonMessage, DAEMON_LIMIT)
+decode_remote: Decoder[Hello | Ping | Attach | Leave | Get | Cancel] = Decoder(RemoteMessage, CLIENT_LIMIT)
+decode_remote_reply: Decoder[
+    Pong | Indexing | Welcome | Refused | Goodbye | Attached | Rows | Failed | Unknown | Alive
+] = Decoder(RemoteReply, DAEMON_LIMIT)

@@ -5,9 +5,11 @@ One segment per stream, a memfd: it has no name, so nothing can collide or be le
 
     offset 0    header, 64 bytes; its first word is the slot's generation
     then        images   uint8 [chunk, height, width, 3]
-                labels   int64 [chunk]
+                labels   int64 or float32 [chunk], or [chunk, width]
                 indices  int64 [chunk]      line of the sample in the listing
                 status   uint8 [chunk]      a `Status` per row
+                ends     int64 [chunk]      where each row's text ends in
+                text     uint8 [..]         MessagePack arrays, one a row: the label if it is text, then further columns
 
 each field on a 64-byte border, each slot on a page border. The daemon creates the ring and alone writes
 generations; workers write the fields; clients get a read-only descriptor.
@@ -22,7 +24,7 @@ import enum
 import fcntl
 import mmap
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -32,6 +34,8 @@ from numpy.typing import NDArray
 _ALIGN = 64
 _HEADER = 64
 PAGE = mmap.PAGESIZE
+
+LabelDtype = Literal["int64", "float32"]
 
 
 class Status(enum.IntEnum):
@@ -51,11 +55,17 @@ class SlotLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         chunk: rows of a slot.
         height: of every picture, in pixels.
         width: likewise.
+        label_dtype: of the numeric labels.
+        label_width: numbers of a label that is a vector; 0 for labels that are one number each.
+        text: bytes for the texts of a chunk's rows: as many as any chunk of the listing may need, in any order.
     """
 
     chunk: Annotated[int, Meta(ge=1, le=1 << 16)]
     height: Annotated[int, Meta(ge=1, le=1 << 16)]
     width: Annotated[int, Meta(ge=1, le=1 << 16)]
+    label_dtype: LabelDtype = "int64"
+    label_width: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    text: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
 
     def chunks(self, samples: int) -> int:
         """Of an epoch of so many positions."""
@@ -70,15 +80,21 @@ class SlotLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.chunk, self.height, self.width, 3
 
     @property
+    def label_shape(self) -> tuple[int, ...]:
+        return (self.chunk, self.label_width) if self.label_width else (self.chunk,)
+
+    @property
     def fields(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...], int]]:
         """`name: (dtype, shape, offset within the slot)`, in order."""
         table: dict[str, tuple[np.dtype[Any], tuple[int, ...], int]] = {}
         offset = _HEADER
         for name, dtype, shape in (
             ("images", np.dtype(np.uint8), self.image_shape),
-            ("labels", np.dtype(np.int64), (self.chunk,)),
+            ("labels", np.dtype(self.label_dtype), self.label_shape),
             ("indices", np.dtype(np.int64), (self.chunk,)),
             ("status", np.dtype(np.uint8), (self.chunk,)),
+            ("ends", np.dtype(np.int64), (self.chunk,)),
+            ("text", np.dtype(np.uint8), (self.text,)),
         ):
             table[name] = (dtype, shape, offset)
             offset += _round_up(dtype.itemsize * int(np.prod(shape)), _ALIGN)
@@ -87,7 +103,7 @@ class SlotLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def stride(self) -> int:
         """Bytes from one slot to the next, a whole number of pages."""
-        dtype, shape, offset = self.fields["status"]
+        dtype, shape, offset = self.fields["text"]
         return _round_up(offset + dtype.itemsize * int(np.prod(shape)), PAGE)
 
 
@@ -98,12 +114,14 @@ def _round_up(n: int, step: int) -> int:
 class SlotView:
     """The fields of one slot as NumPy arrays over the mapping; valid while the ring is open."""
 
-    __slots__ = ("images", "indices", "labels", "status")
+    __slots__ = ("ends", "images", "indices", "labels", "status", "text")
 
     images: NDArray[np.uint8]
-    labels: NDArray[np.int64]
+    labels: NDArray[Any]
     indices: NDArray[np.int64]
     status: NDArray[np.uint8]
+    ends: NDArray[np.int64]
+    text: NDArray[np.uint8]
 
     def __init__(self, buffer: memoryview, layout: SlotLayout, offset: int) -> None:
         for name, (dtype, shape, at) in layout.fields.items():
