@@ -130,6 +130,7 @@ class Service:
         self._router.setsockopt(zmq.SNDHWM, 0)  # a session's answers are bounded by its requests
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.MAXMSGSIZE, protocol.CLIENT_LIMIT)
+        self._instance = secrets.token_bytes(16)
         self._started = self._touched = time.monotonic()
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -346,6 +347,8 @@ class Service:
             seconds=self._supervisor.seconds,
             streams={host.name: host.ready.status() if host.ready else None for host in self._hosts},
             sessions=len(self._by_token),
+            address=self._listeners[0].address,
+            instance=self._instance,
         )
 
     # -- streams ------------------------------------------------------------------------------------------------
@@ -449,6 +452,8 @@ class Service:
             samples=len(at.index),
             seed=spec.seed,
             classes=at.index.classes,
+            labels="numbers",
+            columns=[],
             fingerprints=at.fingerprints,
             output=spec.output,
             on_bad_sample=spec.on_bad_sample,

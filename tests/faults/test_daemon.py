@@ -136,7 +136,7 @@ def test_who_breaks_a_rule_is_put_out_and_told_why(daemon: Daemon, client: RawCl
     elif rule == "a second Hello":
         client.channel.send(protocol.encode(Hello(stream=None)), timeout=TIMEOUT)
     else:
-        client.channel.send(b"\x01garbage", timeout=TIMEOUT)
+        client.channel.send(bytes([protocol.VERSION]) + b"garbage", timeout=TIMEOUT)
     told = client.told()
     assert isinstance(told, Goodbye | protocol.Refused)
     epoch_is_whole(daemon, home)
