@@ -138,7 +138,7 @@ def open_index(
     reindex: bool = False,
     progress: Progress | None = None,
 ) -> Index:
-    """The data set's index: the cached one, if no folder has changed since, else a new one.
+    """The data set's index: the cached one, if nothing has changed since that shows in what it watches, else a new one.
 
     Where the cache cannot be written the index lies in memory and one of its notices says so. The data set itself is
     never written to.
@@ -158,7 +158,7 @@ def open_index(
         return index
     listing = kind.listing(dataset, progress)
     try:
-        _refuse_inside(file, root)
+        _refuse_inside(file, dataset)
         return Index.write(listing, file, key)
     except OSError as error:
         reason = f"{shown(os.fsencode(cache_dir))}: {error.strerror or error}"
@@ -170,20 +170,24 @@ def _cached(file: Path, key: str) -> Index | None:
     index = Index.open(file, key)
     if index is None:
         return None
-    if (folder := index.changed_folder()) is None:
+    if (changed := index.changed()) is None:
         return index
-    log.info("%s has changed since the data set was indexed", shown(folder))
+    log.info("%s has changed since the data set was indexed", shown(changed))
     index.close()
     return None
 
 
-def _refuse_inside(file: Path, root: bytes) -> None:
-    folder = os.path.join(os.path.realpath(os.fsencode(file.parent)), b"")
-    if folder.startswith(os.path.join(root, b"")):
+def _refuse_inside(file: Path, dataset: Dataset) -> None:
+    """What lies in a folder is its data set; what lies beside the files of a list, or beside tars, is not."""
+    if dataset.folder is not None and Path(os.path.realpath(file.parent)).is_relative_to(
+        os.path.realpath(dataset.folder)
+    ):
         raise OSError("it lies in the data set, which is never written to")
 
 
 def _key(dataset: Dataset, root: bytes) -> str:
     """Names a listing: another root, or other options, is another listing."""
-    options = dataset.plain() | {dataset.source: root.hex(), "source": dataset.source, "version": VERSION}
+    options = dataset.plain() | {"root": root.hex(), "version": VERSION}
+    if dataset.source == "folder":
+        options["folder"] = "root"  # whichever way leads to it
     return hashlib.sha256(json.dumps(options, sort_keys=True).encode("ascii")).hexdigest()

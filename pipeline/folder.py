@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import DatasetError
-from headrace.pipeline.index import Ints, Listing, Paths, settled, shown
+from headrace.pipeline.index import Ints, Labels, Listing, Paths, settled, shown
 from headrace.pipeline.spec import Dataset
 
 #: Endings of what may be a picture; its content decides everything else.
@@ -90,6 +90,7 @@ def real_root(dataset: Dataset) -> bytes:
     Raises:
         DatasetError: there is no such folder.
     """
+    assert dataset.folder is not None
     given = os.fsencode(dataset.folder)
     try:
         root = os.path.realpath(given, strict=True)
@@ -356,9 +357,10 @@ class _Assembly:
             paths=Paths.joined([f.paths for f in files]).first(self._dataset.limit),
             sizes=np.concatenate([empty, *(f.sizes for f in files)])[listed],
             mtimes_ns=np.concatenate([empty, *(f.mtimes_ns for f in files)])[listed],
-            labels=label[listed],
-            folders=Paths.of([self._top.path, *(f.path for f in order)]),
-            folder_mtimes_ns=np.array([self._top.mtime_ns, *(f.mtime_ns for f in order)], np.int64),
+            labels=Labels(label[listed]),
+            watched=Paths.of([self._top.path, *(f.path for f in order)]),
+            watched_mtimes_ns=np.array([self._top.mtime_ns, *(f.mtime_ns for f in order)], np.int64),
+            watched_sizes=np.full(1 + len(order), -1, np.int64),
             counts=dict(_left_out_of([self._top, *order])),
             notices=list(self._notices(order, len(label))),
         )

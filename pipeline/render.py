@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.errors import DatasetError
 from headrace.pipeline.backend import Backend
@@ -58,11 +59,11 @@ class ChunkRenderer:
     @property
     def chunks(self) -> int:
         """Of an epoch."""
-        return self.stream.layout.chunks(len(self.index))
+        return -(-len(self.index) // self.stream.chunk)
 
     def rows(self, chunk: int) -> int:
         """Of this chunk: the last one of an epoch may be short."""
-        return self.stream.layout.rows(len(self.index), chunk)
+        return min(self.stream.chunk, len(self.index) - chunk * self.stream.chunk)
 
     def render(
         self,
@@ -72,7 +73,7 @@ class ChunkRenderer:
         rows: Collection[int] | None = None,
         convicted: Mapping[int, str] | None = None,
     ) -> Rendered:
-        """Fill the slot: indices and labels of every row, pixels and status of `rows` (None: all).
+        """Fill the slot: indices, labels and texts of every row, pixels and status of `rows` (None: all).
 
         A row whose content is bad is black, has the status REJECTED and stands in the result.
         While a row is worked on its status is RENDERING; whoever survives this process reads there whom to suspect.
@@ -88,13 +89,26 @@ class ChunkRenderer:
         begin = time.perf_counter()
         indices = order(self.stream.seed, epoch, len(self.index), first, count, shuffle=self.stream.shuffle)
         view.indices[:count] = indices
-        view.labels[:count] = self.index.labels[indices]
+        self.index.fill_labels(indices, view.labels[:count])
+        self._write_texts(indices, view)
         result.seconds["plan"] += time.perf_counter() - begin
         todo = sorted(range(count) if rows is None else rows)
         view.status[todo] = Status.PENDING
         for block in self._blocks(todo, view):
             self._block(epoch, first, block, view, convicted or {}, result)
         return result
+
+    def _write_texts(self, indices: NDArray[np.int64], view: SlotView) -> None:
+        if not view.text.size:
+            view.ends[:] = 0
+            return
+        end = 0
+        for row, index in enumerate(indices.tolist()):
+            text = self.index.text_row(index)
+            view.text[end : end + len(text)] = np.frombuffer(text, np.uint8)
+            end += len(text)
+            view.ends[row] = end
+        view.ends[len(indices) :] = end
 
     def _blocks(self, rows: list[int], view: SlotView) -> Iterator[list[int]]:
         block: list[int] = []

@@ -29,6 +29,7 @@ from headrace.errors import ConfigError
 from headrace.output import Output
 from headrace.pipeline import document
 from headrace.pipeline.document import Document
+from headrace.pipeline.index import Index
 from headrace.pipeline.problems import did_you_mean, explain, show
 from headrace.pipeline.transforms import Transform, output_size, parse
 from headrace.pipeline.values import (
@@ -36,10 +37,13 @@ from headrace.pipeline.values import (
     Backend,
     ClassNames,
     Extensions,
+    File,
     Flag,
     Folder,
+    LabelColumns,
     MemoryValue,
     Name,
+    Patterns,
     Processes,
     Share,
     Size,
@@ -51,7 +55,7 @@ from headrace.protocol import Fingerprints
 from headrace.slots import SlotLayout
 
 #: The keys of `dataset:` that say where its samples come from; a dataset has exactly one of them.
-SOURCE_KEYS: tuple[str, ...] = ("folder",)
+SOURCE_KEYS: tuple[str, ...] = ("folder", "list", "shards")
 
 M = TypeVar("M", bound="_Model")
 
@@ -98,18 +102,53 @@ class Decode(_Model):
     max_file_bytes: Size = 256 << 20
 
 
+class Columns(_Model):
+    """Which values of a sample are its path and its label.
+
+    Attributes:
+        path: of a list.
+        label: a column of a list; several of them make a vector of numbers. Of shards `cls`, `txt` or a key of the
+            JSON. None: what is there under its usual name.
+    """
+
+    path: Name = "path"
+    label: LabelColumns = None
+
+
+#: Keys that not every source has, and those that have them.
+_BELONGS_TO = {
+    "root": ("list",),
+    "columns": ("list", "shards"),
+    "labels": ("list", "shards"),
+    "allow_missing": ("list",),
+    "allow_empty": ("folder",),
+}
+
+
 class Dataset(_Model):
     """Where samples come from. Exactly one of `SOURCE_KEYS`, and what to list of it.
 
     Attributes:
         folder: the root; each folder in it is a class.
+        list: a CSV or JSON Lines file that names samples.
+        shards: WebDataset tar files: absolute paths, with braces.
+        root: what the paths of a list are relative to; None: the list's folder.
+        columns: which values of a sample are what.
+        labels: what labels are; `auto` looks at them.
+        allow_missing: whether a list may name what cannot be a sample, which is then left out.
         allow_empty: whether a class may be without samples (it keeps its number).
         classes: only these classes, numbered in this order; None: all, numbered in the order of their names.
         limit: only the first samples of the listing.
-        extensions: endings that make a file a sample, instead of the built-in list; lower case, without the dot.
+        extensions: endings that make a file a sample, instead of the source's own rule; lower case, without the dot.
     """
 
-    folder: Folder
+    folder: Folder | None = None
+    list: File | None = None
+    shards: Patterns | None = None
+    root: Folder | None = None
+    columns: Columns = Columns()
+    labels: Literal["auto", "class", "classes", "int", "float", "text"] = "auto"
+    allow_missing: Flag = False
     allow_empty: Flag = False
     classes: ClassNames | None = None
     limit: Annotated[int, whole(1)] | None = None
@@ -118,15 +157,33 @@ class Dataset(_Model):
     @model_validator(mode="before")
     @classmethod
     def _one_source(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and sum(source in data for source in SOURCE_KEYS) != 1:
-            given = ", ".join(map(show, data)) or "nothing"
-            raise ValueError(f"a dataset needs exactly one source, {' or '.join(SOURCE_KEYS)}; given is {given}")
+        if isinstance(data, Mapping) and sum(data.get(source) is not None for source in SOURCE_KEYS) != 1:
+            given = ", ".join(show(key) for key in data if data[key] is not None) or "nothing"
+            raise ValueError(f"a dataset needs exactly one source, {_or(SOURCE_KEYS)}; given is {given}")
         return data
+
+    @model_validator(mode="after")
+    def _fits_its_source(self) -> Dataset:
+        for key, sources in _BELONGS_TO.items():
+            if self.source not in sources and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: belongs to {_or(sources)}, and this dataset is a `{self.source}`")
+        if self.source == "shards" and self.columns.path != "path":
+            raise ValueError("columns.path: belongs to `list`; a sample of `shards` is called by its key")
+        if self.source == "folder" and self.classes is not None:
+            for name in self.classes:
+                if "/" in name or "\0" in name or name in (".", ".."):
+                    raise ValueError(f"classes: {show(name)} is no name of a folder in the data set's root")
+        return self
 
     @property
     def source(self) -> str:
         """Which of `SOURCE_KEYS` this dataset has."""
         return next(source for source in SOURCE_KEYS if getattr(self, source) is not None)
+
+    @property
+    def place(self) -> str:
+        """What it names, for people."""
+        return str(getattr(self, self.source))
 
 
 class Stream(_Model):
@@ -160,10 +217,13 @@ class Stream(_Model):
     max_bad: Share = 0.01
 
     @property
-    def layout(self) -> SlotLayout:
-        """How a chunk lies in memory."""
-        height, width = output_size(self.transforms)
-        return SlotLayout(self.chunk, height, width)
+    def size(self) -> tuple[int, int]:
+        """Height and width of every picture."""
+        return output_size(self.transforms)
+
+    def layout(self, index: Index) -> SlotLayout:
+        """How a chunk lies in memory, with room for the texts of any chunk of this listing."""
+        return SlotLayout(self.chunk, *self.size, *index.label_form(), index.text_room(self.chunk))
 
     def fingerprints(self, data: str) -> Fingerprints:
         """The three digests (SHA-256, hex): `data` as given, *order* of (data, seed, shuffle), *pixels* of (order,
@@ -272,6 +332,11 @@ class Config(_Model):
         if name not in self.streams:
             raise ConfigError(f"stream: there is no {show(name)}{did_you_mean(name, self.streams)}; there is {have}")
         return name, self.streams[name]
+
+
+def _or(sources: tuple[str, ...]) -> str:
+    """`folder`, `list` or `shards`"""
+    return " or ".join(filter(None, (", ".join(f"`{s}`" for s in sources[:-1]), f"`{sources[-1]}`")))
 
 
 def _digest(value: Any) -> str:

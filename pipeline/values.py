@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, PlainSerializer, PlainValidator, ValidationInfo
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, ValidationInfo
 
 from headrace.connect import LONGEST_PATH
 from headrace.pipeline.backend import resolve
@@ -107,19 +107,32 @@ def _stream_name(value: object) -> str:
     return name
 
 
-def _folder(value: object, info: ValidationInfo) -> Path:
+def _path(what: str) -> PlainValidator:
     """A path, made absolute: relative to the YAML file's folder, or to the working directory."""
-    if not isinstance(value, str | bytes | os.PathLike) or not os.fspath(value):
-        raise ValueError("must be the path of a folder")
-    text = os.fsdecode(value)
-    if "\0" in text:
-        raise ValueError("must be the path of a folder, without NUL bytes")
-    try:
-        path = Path(text).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"must be the path of a folder: {error}") from error
-    base = (info.context or {}).get("base")
-    return (base / path if base is not None else path).absolute()
+
+    def check(value: object, info: ValidationInfo) -> Path:
+        if not isinstance(value, str | bytes | os.PathLike) or not os.fspath(value):
+            raise ValueError(f"must be the path of {what}")
+        text = os.fsdecode(value)
+        if "\0" in text:
+            raise ValueError(f"must be the path of {what}, without NUL bytes")
+        try:
+            path = Path(text).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"must be the path of {what}: {error}") from error
+        base = (info.context or {}).get("base")
+        return (base / path if base is not None else path).absolute()
+
+    return PlainValidator(check)
+
+
+def _patterns(value: object, info: ValidationInfo) -> list[str]:
+    """Paths with braces in them, made absolute likewise."""
+    items = [value] if isinstance(value, str | os.PathLike) else value
+    if not isinstance(items, list | tuple) or not items or not all(isinstance(v, str | os.PathLike) for v in items):
+        raise ValueError("must be the path of a tar file, such as train-{000000..000099}.tar, or a list of them")
+    check = _path("a tar file").func
+    return [str(check(item, info)) for item in items]  # type: ignore[call-arg]
 
 
 def _names(what: str) -> BeforeValidator:
@@ -133,11 +146,12 @@ def _names(what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _class_names(names: list[str]) -> list[str]:
-    for name in names:
-        if "/" in name or "\0" in name or name in (".", ".."):
-            raise ValueError(f"must be names of folders in the data set's root; {show(name)} is none")
-    return names
+def _label_columns(value: object) -> str | list[str] | None:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(v, str) and v for v in value):
+        raise ValueError("must be the name of a column, or a list of names (strings; put numbers in quotes)")
+    return list(value)
 
 
 def _extensions(value: object) -> object:
@@ -195,8 +209,11 @@ def _processes(value: object) -> int | str:
 
 Flag = Annotated[bool, BeforeValidator(_flag)]
 Size = Annotated[int, BeforeValidator(parse_size)]
-Folder = Annotated[Path, PlainValidator(_folder), PlainSerializer(str)]
-ClassNames = Annotated[list[str], _names("class names"), AfterValidator(_class_names)]
+Folder = Annotated[Path, _path("a folder"), PlainSerializer(str)]
+File = Annotated[Path, _path("a file"), PlainSerializer(str)]
+Patterns = Annotated[list[str], PlainValidator(_patterns)]
+LabelColumns = Annotated[str | list[str] | None, PlainValidator(_label_columns)]
+ClassNames = Annotated[list[str], _names("class names")]
 Extensions = Annotated[list[str], _names("endings"), BeforeValidator(_extensions)]
 Share = Annotated[float, BeforeValidator(_share)]
 Name = Annotated[str, BeforeValidator(_text)]

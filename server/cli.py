@@ -128,15 +128,16 @@ def check(
     for name, stream in loaded.streams.items():
         with _progress(f"listing {name}") as progress:
             index = open_index(stream.dataset, loaded.cache_folder, reindex=reindex, progress=progress)
-        chunks = stream.layout.chunks(len(index))
-        need = ring_size.Need(stream.layout, count, chunks, len(loaded.streams))
+        layout = stream.layout(index)
+        chunks = layout.chunks(len(index))
+        need = ring_size.Need(layout, count, chunks, len(loaded.streams))
         left = ring_size.available_bytes()
         slots = ring_size.slots(name, loaded.memory, need, left, left)
         prints = stream.fingerprints(index.data_fingerprint)
         _out(
             f"stream {name}: {len(index)} samples, {len(index.classes)} classes, {chunks} chunks of {stream.chunk}; "
-            f"pictures {stream.layout.height}x{stream.layout.width}",
-            f"  memory: {slots} chunks, {slots * stream.layout.stride >> 20} MiB",
+            f"pictures {layout.height}x{layout.width}",
+            f"  memory: {slots} chunks, {slots * layout.stride >> 20} MiB",
             f"  fingerprints: data {prints.data[:12]}, order {prints.order[:12]}, pixels {prints.pixels[:12]}",
             *(f"  {notice}" for notice in index.notices),
             *(f"  not rendered: {index.shown(i)}: {why}" for i, why in Ledger(index).convicted.items()),
@@ -157,10 +158,9 @@ def ls(config: ConfigFile, stream: StreamName) -> None:
         index = open_index(spec.dataset, loaded.cache_folder, progress=progress)
     for notice in index.notices:
         log.warning("%s", notice)
-    labels = index.labels.tolist()
-    for first in range(0, len(labels), 1000):
-        some = range(first, min(first + 1000, len(labels)))
-        _out(*(f"{i}\t{labels[i]}\t{index.shown(i)}" for i in some))
+    for first in range(0, len(index), 1000):
+        some = range(first, min(first + 1000, len(index)))
+        _out(*(f"{i}\t{index.label_shown(i)}\t{index.shown(i)}" for i in some))
     index.close()
 
 

@@ -32,7 +32,7 @@ def draw(stream: Stream, index: Index, backend: str, epoch: int, position: int, 
         ConfigError: the file cannot be written, or would be too large.
         DatasetError: a sample cannot be read.
     """
-    layout = stream.layout
+    layout = stream.layout(index)
     stop = min(position + number, len(index))
     width, height = max(layout.width, _NARROWEST) + _GAP, layout.height + _CAPTION + _GAP
     columns = min(stop - position, max(1, _ACROSS // width))
@@ -58,11 +58,11 @@ def draw(stream: Stream, index: Index, backend: str, epoch: int, position: int, 
             if p == position or row == 0:
                 wanted = range(row, min(layout.chunk, stop - chunk * layout.chunk))
                 rejects = {r.row: r for r in renderer.render(epoch, chunk, view, wanted, convicted).rejects}
-            i, label = int(view.indices[row]), int(view.labels[row])
+            i = int(view.indices[row])
+            label = index.label_shown(i)
             y, x = divmod(p - position, columns)
             canvas.paste(Image.fromarray(np.array(view.images[row])), (x * width, y * height))
-            name = index.classes[label] if 0 <= label < len(index.classes) else str(label)
-            caption = _caption(f"{p} #{i} {name}", width - _GAP, good=view.status[row] == Status.OK)
+            caption = _caption(f"{p} #{i} {_names(index, label)}", width - _GAP, good=view.status[row] == Status.OK)
             canvas.paste(caption, (x * width, y * height + layout.height))
             state = "ok" if row not in rejects else f"rejected ({rejects[row].stage}: {rejects[row].reason})"
             lines.append(f"{p}\t{i}\t{label}\t{' '.join(state.split())}\t{index.shown(i)}")
@@ -71,6 +71,13 @@ def draw(stream: Stream, index: Index, backend: str, epoch: int, position: int, 
     ring.close()
     engine.close()
     return lines
+
+
+def _names(index: Index, label: str) -> str:
+    """The label with names for the numbers of classes."""
+    if index.labels_text or not index.classes:
+        return label
+    return ", ".join(index.classes[int(number)] for number in label.split(",") if number)
 
 
 def _caption(text: str, width: int, *, good: bool) -> Image.Image:

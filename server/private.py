@@ -87,7 +87,8 @@ def _serve_privately(request: dict[str, Any]) -> None:
 def _in_a_dataset(file: Path, config: Config) -> bool:
     """Nothing is ever written there, whatever `cache_dir` says."""
     place = file.parent.resolve()
-    return any(place.is_relative_to(stream.dataset.folder.resolve()) for stream in config.streams.values())
+    folders = [stream.dataset.folder for stream in config.streams.values()]
+    return any(place.is_relative_to(folder.resolve()) for folder in folders if folder is not None)
 
 
 def _answers(path: Path) -> bool:

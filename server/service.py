@@ -365,7 +365,7 @@ class Service:
             host.waiting.clear()
 
     def _list(self, host: _Host) -> None:
-        log.info("stream %s: listing %s", host.name, host.spec.dataset.folder)
+        log.info("stream %s: listing %s", host.name, host.spec.dataset.place)
         try:
             host.listing = Listing(
                 self._loop,
@@ -452,8 +452,8 @@ class Service:
             samples=len(at.index),
             seed=spec.seed,
             classes=at.index.classes,
-            labels="numbers",
-            columns=[],
+            labels="text" if at.index.labels_text else "numbers",
+            columns=at.index.columns,
             fingerprints=at.fingerprints,
             output=spec.output,
             on_bad_sample=spec.on_bad_sample,

@@ -18,7 +18,7 @@ from headrace.pipeline.spec import Config, Stream
 from headrace.protocol import Fingerprints, StreamStatus
 from headrace.server import ring_size
 from headrace.server.desk import Desk
-from headrace.slots import Ring
+from headrace.slots import Ring, SlotLayout
 from headrace.workers import messages
 from headrace.workers.loop import Loop
 from headrace.workers.messages import Build, BuildFailed, Built, Progress
@@ -84,12 +84,13 @@ def open_stream(config: Config, name: str, index: Index, in_flight: int, memory:
         ConfigError: the memory does not suffice.
     """
     spec = config.streams[name]
-    chunks = spec.layout.chunks(len(index))
     try:
-        need = ring_size.Need(spec.layout, in_flight, chunks, len(config.streams))
+        layout = spec.layout(index)
+        chunks = layout.chunks(len(index))
+        need = ring_size.Need(layout, in_flight, chunks, len(config.streams))
         count = ring_size.slots(name, config.memory, need, memory, ring_size.available_bytes())
         desk, ledger = Desk(count, in_flight, chunks), Ledger(index)
-        ring = _begin(spec, count)
+        ring = _begin(layout, count)
     except BaseException:
         index.close()
         raise
@@ -104,11 +105,11 @@ def open_stream(config: Config, name: str, index: Index, in_flight: int, memory:
     return OpenStream(index, ring, desk, ledger, spec.fingerprints(index.data_fingerprint))
 
 
-def _begin(spec: Stream, count: int) -> Ring:
+def _begin(layout: SlotLayout, count: int) -> Ring:
     try:
-        return Ring.begin(spec.layout, count)
+        return Ring.begin(layout, count)
     except OSError as error:
-        raise ConfigError(_no_memory(count * spec.layout.stride, error)) from error
+        raise ConfigError(_no_memory(count * layout.stride, error)) from error
 
 
 def _no_memory(nbytes: int, error: OSError) -> str:

@@ -201,7 +201,7 @@ class Truth:
         index = open_index(spec.dataset, self.cache)
         backend = make("auto")
         renderer = ChunkRenderer(spec, index, backend)
-        ring = Ring.create(spec.layout, 1)
+        ring = Ring.create(spec.layout(index), 1)
         view = ring.views[0]
         rows = []
         for chunk in range(renderer.chunks):

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.protocol import RowReject
+from headrace.slots import SlotLayout
 
 
 class _Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
@@ -25,12 +26,13 @@ class Open(_Message, frozen=True, tag=True):
     Attributes:
         stream: its number at this daemon.
         spec: `Stream.plain()` as JSON.
-        slots: of the ring; its layout follows from the spec.
+        layout, slots: of the ring.
         convicted: sample index → why it is not rendered (the ledger).
     """
 
     stream: int
     spec: str
+    layout: SlotLayout
     slots: int
     convicted: dict[int, str]
 

@@ -260,7 +260,13 @@ class Supervisor:
 
     def _tell_stream(self, worker: _Worker, number: int) -> None:
         at = self._streams[number]
-        message = Open(stream=number, spec=json.dumps(at.spec.plain()), slots=at.ring.slots, convicted=at.convicted)
+        message = Open(
+            stream=number,
+            spec=json.dumps(at.spec.plain()),
+            layout=at.ring.layout,
+            slots=at.ring.slots,
+            convicted=at.convicted,
+        )
         self._tell(worker, message, at.ring.fd, at.index.fd)
 
     def _tell(self, worker: _Worker, message: Open | Convict | Render, *fds: int) -> None:

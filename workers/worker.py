@@ -69,7 +69,7 @@ class Worker:
     def _open(self, task: Open, ring_fd: int, index_fd: int) -> None:
         stream = Stream.model_validate(json.loads(task.spec))
         index = Index.map(index_fd)
-        ring = Ring.attach(ring_fd, stream.layout, task.slots, writable=True)
+        ring = Ring.attach(ring_fd, task.layout, task.slots, writable=True)
         renderer = ChunkRenderer(stream, index, self._backend)
         self._streams[task.stream] = _Stream(renderer, ring, dict(task.convicted))
 

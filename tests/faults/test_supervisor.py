@@ -33,8 +33,8 @@ class Plant:
         stream = {"dataset": {"folder": str(folder)}, "shuffle": True, "chunk": CHUNK, "transforms": transforms}
         self.spec = Config.load({"streams": {"s": stream}}).streams["s"]
         self.index = open_index(self.spec.dataset, cache)
-        self.ring = Ring.create(self.spec.layout, count + 1)
-        self.scratch = Ring.create(self.spec.layout, 1)
+        self.ring = Ring.create(self.spec.layout(self.index), count + 1)
+        self.scratch = Ring.create(self.spec.layout(self.index), 1)
         self.truth = ChunkRenderer(self.spec, self.index, make(backend))
         self.loop = Loop()
         self.reports: list[Report] = []

@@ -236,7 +236,8 @@ def test_an_unknown_stream_is_status_2_and_names_those_there_are(config: Path) -
 def rendered(config: Path, cache: Path, epoch: int, chunk: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The pictures of a chunk."""
     spec = Config.load(config).streams["train"]
-    index, backend, ring = open_index(spec.dataset, cache), make("auto"), Ring.create(spec.layout, 1)
+    index, backend = open_index(spec.dataset, cache), make("auto")
+    ring = Ring.create(spec.layout(index), 1)
     ChunkRenderer(spec, index, backend).render(epoch, chunk, ring.views[0])
     pictures = ring.views[0].images.copy()
     ring.close()

@@ -48,7 +48,7 @@ def paths(listing: Listing) -> list[str]:
 
 def lines(root: Path, **options: Any) -> list[tuple[int, str]]:
     listing = listed(root, **options)
-    return list(zip(listing.labels.tolist(), paths(listing), strict=True))
+    return list(zip(listing.labels.values.tolist(), paths(listing), strict=True))
 
 
 def refusal(root: Path, **options: Any) -> str:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.pipeline.index import RACY_NS, Index, Listing, Paths, settled, shown
+from headrace.pipeline.index import RACY_NS, Index, Labels, Listing, Paths, settled, shown
 
 KEY = "k" * 64
 NAMES = [b"a/1.jpg", b"a/\xff\xfe.jpg", b"b/tab\t, new line\n, \\.jpg", b"b/deep/\xc3\xa9.jpg"]
@@ -29,9 +29,10 @@ def listing(root: bytes = b"/data", names: list[bytes] | None = None) -> Listing
         paths=Paths.of(paths),
         sizes=np.arange(10, 10 + len(paths)),
         mtimes_ns=np.arange(len(paths)) + 10**18,
-        labels=np.arange(len(paths)) % 2,
-        folders=Paths.of([b"", b"a", b"b"]),
-        folder_mtimes_ns=np.array([1, 2, 3]),
+        labels=Labels(np.arange(len(paths)) % 2),
+        watched=Paths.of([b"", b"a", b"b"]),
+        watched_mtimes_ns=np.array([1, 2, 3]),
+        watched_sizes=np.full(3, -1),
         counts={".txt": 3},
         notices=["left out 3 .txt"],
     )
@@ -213,7 +214,7 @@ def test_a_descriptor_that_is_no_index_is_refused_and_closed(tmp_path: Path) -> 
 
 def watched(root: Path) -> Index:
     made = listing(os.fsencode(root))
-    made.folder_mtimes_ns = np.array([p.stat().st_mtime_ns for p in (root, root / "a", root / "b")])
+    made.watched_mtimes_ns = np.array([p.stat().st_mtime_ns for p in (root, root / "a", root / "b")])
     return Index.in_memory(made, KEY)
 
 
@@ -221,13 +222,13 @@ def test_a_folder_that_was_touched_or_is_gone_is_found_by_its_mtime(tmp_path: Pa
     for name in "ab":
         (tmp_path / name).mkdir()
     index = watched(tmp_path)
-    assert index.changed_folder() is None
+    assert index.changed() is None
     os.utime(tmp_path / "b", ns=(1, 1))
-    assert index.changed_folder() == os.fsencode(tmp_path / "b")
+    assert index.changed() == os.fsencode(tmp_path / "b")
     index.close()
     index = watched(tmp_path)
     (tmp_path / "a").rmdir()
-    assert index.changed_folder() in (os.fsencode(tmp_path) + b"/", os.fsencode(tmp_path / "a"))
+    assert index.changed() in (os.fsencode(tmp_path) + b"/", os.fsencode(tmp_path / "a"))
     index.close()
 
 
@@ -249,7 +250,7 @@ def test_the_data_fingerprint_never_changes_by_accident() -> None:
 def test_root_and_times_are_not_in_the_data_fingerprint() -> None:
     other = listing(b"/elsewhere")
     other.mtimes_ns = other.mtimes_ns + 1
-    other.folder_mtimes_ns = other.folder_mtimes_ns + 1
+    other.watched_mtimes_ns = other.watched_mtimes_ns + 1
     other.notices, other.counts = [], {}
     assert other.fingerprint() == listing().fingerprint()
 
@@ -258,7 +259,7 @@ def test_paths_sizes_labels_and_class_names_are() -> None:
     renamed, resized, relabelled, reclassed, moved = (listing() for _ in range(5))
     renamed.paths = Paths.of([b"a/2.jpg", *NAMES[1:]])
     resized.sizes = resized.sizes + 1
-    relabelled.labels = 1 - relabelled.labels
+    relabelled.labels = Labels(1 - relabelled.labels.values)
     reclassed.classes = ["a", "c"]
     moved.paths = Paths.of([NAMES[0] + b"a", NAMES[1].removeprefix(b"a"), *NAMES[2:]])  # the same bytes in all
     prints = {m.fingerprint() for m in (listing(), renamed, resized, relabelled, reclassed, moved)}

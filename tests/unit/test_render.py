@@ -30,7 +30,7 @@ class Bench:
         self.stream = Config.load({"streams": {"s": stream}}).streams["s"]
         self.index: Index = open_index(self.stream.dataset, cache)
         self.backend = make("pillow")
-        self.ring = Ring.create(self.stream.layout, 2)
+        self.ring = Ring.create(self.stream.layout(self.index), 2)
         self.renderer = ChunkRenderer(self.stream, self.index, self.backend)
 
     def pixels(self, epoch: int, chunk: int, slot: int = 0) -> bytes:

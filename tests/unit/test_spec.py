@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import headrace
 from headrace.errors import ConfigError
 from headrace.output import Output
 from headrace.pipeline import dataset
+from headrace.pipeline.index import Index, Labels, Listing, Paths
 from headrace.pipeline.spec import SOURCE_KEYS, Config, Dataset, Decode, Memory, Stream, Workers
 from headrace.pipeline.transforms import CenterCrop, RandomHorizontalFlip, RandomResizedCrop
 from headrace.slots import SlotLayout
@@ -124,8 +127,16 @@ def test_transforms_may_be_objects_names_or_mappings() -> None:
     assert objects == stream() == stream(transforms=(TRANSFORMS[0], {"random_horizontal_flip": {"p": 0.5}}))
 
 
-def test_the_layout_has_the_chunk_and_the_size_of_the_chain() -> None:
-    assert stream(chunk=7, transforms=[CenterCrop(size=(48, 80))]).layout == SlotLayout(7, 48, 80)
+def test_the_layout_has_the_chunk_the_size_of_the_chain_and_the_labels_and_texts_of_the_listing() -> None:
+    texts = Paths.of([b"\x93abc", b"", b"\x92ab"])
+    numbers = np.arange(3)
+    listing = Listing(
+        b"/", [], texts, numbers, numbers, Labels(np.ones((3, 5), np.float32)), Paths.of([]), numbers[:0], numbers[:0]
+    )
+    listing.columns, listing.texts = ["a", "b"], texts
+    spec = stream(chunk=2, transforms=[CenterCrop(size=(48, 80))])
+    with contextlib.closing(Index.in_memory(listing, "key")) as index:
+        assert spec.size == (48, 80) and spec.layout(index) == SlotLayout(2, 48, 80, "float32", 5, 7)
 
 
 def test_paths_in_a_file_are_relative_to_it_and_others_to_the_working_directory(
@@ -221,16 +232,34 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("streams", None, "streams: null: must be a mapping of keys"),
     ("streams.train", 7, "streams.train: 7: must be a mapping of keys"),
     ("streams.train.dataset", None, "streams.train.dataset: null: must be a mapping of keys"),
-    ("streams.train.dataset", {"lsit": "x"}, 'needs exactly one source, folder; given is "lsit"'),
-    ("streams.train.dataset", {}, "needs exactly one source, folder; given is nothing"),
+    ("streams.train.dataset", {"lsit": "x"}, 'needs exactly one source, `folder`, `list` or `shards`; given is "lsit"'),
+    ("streams.train.dataset", {}, "needs exactly one source, `folder`, `list` or `shards`; given is nothing"),
     ("streams.train.dataset.folder", 3, "streams.train.dataset.folder: 3: must be the path of a folder"),
-    ("streams.train.dataset.shards", "x.tar", "streams.train.dataset.shards: there is no such key"),
+    ("streams.train.dataset.shards", "x.tar", '`folder`, `list` or `shards`; given is "folder", "shards"'),
+    ("streams.train.dataset", {"list": "x", "shards": "y"}, 'given is "list", "shards"'),
+    ("streams.train.dataset", {"list": 7}, "streams.train.dataset.list: 7: must be the path of a file"),
+    ("streams.train.dataset", {"shards": 7}, "streams.train.dataset.shards: 7: must be the path of a tar file"),
+    ("streams.train.dataset", {"shards": []}, "streams.train.dataset.shards: []: must be the path of a tar file"),
+    (
+        "streams.train.dataset.root",
+        "x",
+        "streams.train.dataset: root: belongs to `list`, and this dataset is a `folder`",
+    ),
+    ("streams.train.dataset.columns", {"label": "x"}, "columns: belongs to `list` or `shards`, and this dataset is a"),
+    ("streams.train.dataset.columns", {"label": []}, "dataset.columns.label: []: must be the name of a column, or a"),
+    ("streams.train.dataset.columns", {"lable": "x"}, "did you mean label?; allowed here: label, path"),
+    ("streams.train.dataset.labels", "int", "labels: belongs to `list` or `shards`"),
+    ("streams.train.dataset.labels", "words", "labels: \"words\": must be 'auto', 'class', 'classes', 'int', 'float'"),
+    ("streams.train.dataset.allow_missing", True, "allow_missing: belongs to `list`, and this dataset is a `folder`"),
+    ("streams.train.dataset", {"list": "x", "allow_empty": True}, "allow_empty: belongs to `folder`"),
+    ("streams.train.dataset", {"shards": "x", "root": "y"}, "root: belongs to `list`, and this dataset is a `shards`"),
+    ("streams.train.dataset", {"shards": "x", "columns": {"path": "y"}}, "columns.path: belongs to `list`"),
     ("streams.train.dataset.limit", 0, "must be a whole number of at least 1"),
     ("streams.train.dataset.classes", [], "must be a list of class names"),
     ("streams.train.dataset.classes", "cat", "must be a list of class names"),
     ("streams.train.dataset.classes", [1], "put numbers in quotes"),
     ("streams.train.dataset.classes", ["a", "b", "a"], 'must name each of the class names once; "a" is repeated'),
-    ("streams.train.dataset.classes", ["a/b"], 'must be names of folders in the data set\'s root; "a/b" is none'),
+    ("streams.train.dataset.classes", ["a/b"], '"a/b" is no name of a folder in the data set\'s root'),
     ("streams.train.dataset.extensions", ["jpg", ".JPG"], "is repeated"),
     ("streams.train.dataset.extensions", ["tar.gz"], 'what follows the last dot; "tar.gz" is none'),
     ("streams.train.shuffle", 1, "streams.train.shuffle: 1: must be true or false"),
