@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from headrace.batch import Batch, Reject
 from headrace.errors import HeadraceError, SampleError, TooManyRejects
 from headrace.protocol import RowReject
+from headrace.slots import SlotLayout
 from headrace.steps import Steps
 
 OnBadSample = Literal["skip", "replace", "mask", "raise"]
@@ -42,9 +43,11 @@ class Draft:
 
     Attributes:
         step, positions: which batch.
-        images: the finished pictures; labels, indices: int64.
+        images: the finished pictures.
+        labels: (rows,) or (rows, width), of the stream's dtype; indices: int64.
         valid: rows that count; keep: rows that stay in the batch.
         missing: rows that are not final yet.
+        texts: the values of each row's text; empty where the listing has none.
         rejects: bad pictures among this rank's own positions, by row.
         spoiled: the last bad picture, copies included.
         batch: set by the caller once nothing is missing and the batch is made up.
@@ -53,11 +56,12 @@ class Draft:
     step: int
     positions: range
     images: NDArray[Any]
-    labels: NDArray[np.int64]
+    labels: NDArray[Any]
     indices: NDArray[np.int64]
     valid: NDArray[np.bool_]
     keep: NDArray[np.bool_]
     missing: int
+    texts: list[Any] = field(default_factory=list)
     rejects: dict[int, Reject] = field(default_factory=dict)
     spoiled: Reject | None = None
     batch: Batch | None = None
@@ -76,10 +80,6 @@ class Piece(NamedTuple):
     def target(self) -> slice:
         return slice(self.row, self.row + self.size)
 
-    @property
-    def source(self) -> slice:
-        return slice(self.first, self.first + self.size)
-
 
 @dataclass(eq=False, slots=True)
 class Want:
@@ -88,6 +88,12 @@ class Want:
     chunk: int
     step: int
     pieces: list[Piece]
+
+    @property
+    def rows(self) -> range:
+        """The run of rows that covers what is needed of the chunk."""
+        first = min(piece.first for piece in self.pieces)
+        return range(first, max(piece.first + piece.size for piece in self.pieces))
 
 
 @dataclass(slots=True)
@@ -106,7 +112,7 @@ class Assembly:
     Args:
         epoch, start: where it is taken up.
         steps: the cut into batches.
-        chunk: C, positions of a chunk.
+        layout: of a chunk: its positions, and what a label is.
         prefetch: batches kept ready; one more is being assembled. A step of fewer positions than two chunks counts
             as a part of a batch: or else one chunk at a time would be asked for, and one worker would be busy.
         on_bad_sample, max_bad: the policy.
@@ -121,7 +127,7 @@ class Assembly:
         epoch: int,
         start: int,
         steps: Steps,
-        chunk: int,
+        layout: SlotLayout,
         prefetch: int,
         on_bad_sample: OnBadSample,
         max_bad: float,
@@ -139,7 +145,8 @@ class Assembly:
         #: Set when nobody will take from this any more.
         self.ended = False
         self.counts = counts
-        self._chunk = chunk
+        self._layout = layout
+        self._chunk = chunk = layout.chunk
         self._ahead = max(prefetch + 1, prefetch * -(-_SMALL * chunk // steps.stride))
         self._on_bad_sample = on_bad_sample
         self._max_bad = max_bad
@@ -209,11 +216,12 @@ class Assembly:
             step=self._opened,
             positions=positions,
             images=self._allocate(rows),
-            labels=np.empty(rows, np.int64),
+            labels=np.empty((rows, *self._layout.label_shape[1:]), self._layout.label_dtype),
             indices=np.empty(rows, np.int64),
             valid=np.arange(positions.start, positions.stop) < samples,
             keep=np.ones(rows, np.bool_),
             missing=rows,
+            texts=[None] * rows if self._layout.text else [],
         )
         self._drafts[self._opened] = draft
         self._opened += 1

@@ -40,12 +40,12 @@ class Batch(Sequence[Any]):
 
     Attributes:
         images: a tensor, or a NumPy array, of the Loader's dtype and layout: (n, 3, H, W), or (n, H, W, 3) for NHWC.
-        labels: int64 (n,), of the same kind as `images`.
+        labels: int64 or float32, (n,) or (n, k), of the same kind as `images`; texts are a list of str.
         indices: NumPy int64 (n,): the line of the listing that each row shows; of the rejected one in a masked row.
         valid: NumPy bool (n,): False in a padded, masked or replaced row, which is not to be counted.
         epoch, step: which batch this is; steps count from where the Loader took up the epoch.
         rejects: the bad pictures among the positions of this batch, in order.
-        extra: further columns by name.
+        extra: the listing's further columns by name, a list of n values each.
     """
 
     images: Any
@@ -55,7 +55,7 @@ class Batch(Sequence[Any]):
     epoch: int
     step: int
     rejects: tuple[Reject, ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return 2
@@ -70,7 +70,7 @@ class Batch(Sequence[Any]):
         )
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
-        """This batch with images and labels on a torch device; the rest stays on the host.
+        """This batch with images and labels on a torch device; the rest, and labels that are texts, stay on the host.
 
         Raises:
             StateError: the batch is made of NumPy arrays.
@@ -80,5 +80,5 @@ class Batch(Sequence[Any]):
         return replace(
             self,
             images=self.images.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
+            labels=self.labels if isinstance(self.labels, list) else self.labels.to(device, non_blocking=non_blocking),
         )

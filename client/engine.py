@@ -19,13 +19,13 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from headrace.assembly import Assembly, Want
+from headrace.assembly import Assembly, Piece, Want
 from headrace.batch import Batch
 from headrace.errors import (
     ConnectionLost,
@@ -37,8 +37,8 @@ from headrace.errors import (
     from_wire,
 )
 from headrace.form import Form
-from headrace.protocol import MAX_OUTSTANDING, Chunk, Failed, RowReject, Welcome
-from headrace.session import Interrupted, Refusal, Session
+from headrace.protocol import MAX_OUTSTANDING, Failed, RowReject, Welcome
+from headrace.session import Delivery, Interrupted, Refusal, Session, open_session
 from headrace.slots import Status
 
 log = logging.getLogger(__name__)
@@ -311,15 +311,13 @@ class Engine:
                 self._wake.wait(None)
             return
         self._ask()
-        messages, lost = self._session.wait(self._wake.fd)
+        answers, lost = self._session.wait(self._wake.fd)
         self._wake.clear()
-        for message in messages:
-            if isinstance(message, Chunk):
-                self._deliver(message)
-            elif isinstance(message, Failed):
-                self._refuse(message)
-            elif message.token == self._session.welcome.token:
-                lost = "the daemon does not know this session"
+        for answer in answers:
+            if isinstance(answer, Failed):
+                self._refuse(answer)
+            else:
+                self._deliver(answer)
         if lost is not None:
             self._leave(lost)
 
@@ -350,10 +348,11 @@ class Engine:
                 return
             self._request += 1
             self._outstanding[self._request] = want
-            session.get(self._request, assembly.epoch, want.chunk)
+            rows = want.rows
+            session.get(self._request, assembly.epoch, want.chunk, rows.start, len(rows))
 
-    def _deliver(self, message: Chunk) -> None:
-        session = self._session
+    def _deliver(self, delivery: Delivery) -> None:
+        session, message = self._session, delivery.message
         assert session is not None
         self._window = message.window
         want = self._outstanding.get(message.request)
@@ -362,11 +361,11 @@ class Engine:
             session.release(message.request)  # it was taken back while it was on its way
             return
         bad = {reject.row: reject for reject in message.rejects}
-        error: HeadraceError | None = self._check_render(message)
+        error: HeadraceError | None = self._check_render(message.render_id)
         copied = False
         try:
             if error is None:
-                copied = _copy(session, message, want, bad, form)
+                copied = _copy(delivery, want, bad, form)
         except ProtocolError as problem:
             error = problem
         session.release(message.request)
@@ -377,7 +376,7 @@ class Engine:
                 self._moved()
             return
         if not copied:
-            log.warning("slot %d was reused while chunk %d was copied; it is asked for again", message.slot, want.chunk)
+            log.warning("the slot of chunk %d was reused while it was copied; it is asked for again", want.chunk)
             with self._locked():
                 assembly.again([want])
             return
@@ -389,19 +388,19 @@ class Engine:
                 draft.batch = batch
             self._moved()
 
-    def _check_render(self, message: Chunk) -> RenderMismatch | None:
-        if message.render_id == self.welcome.render_id:
+    def _check_render(self, render_id: str) -> RenderMismatch | None:
+        if render_id == self.welcome.render_id:
             return None
         if self._exact:
             return RenderMismatch(
-                f"exact=True, and a chunk was rendered by {message.render_id} instead of {self.welcome.render_id}"
+                f"exact=True, and a chunk was rendered by {render_id} instead of {self.welcome.render_id}"
             )
-        if message.render_id not in self.render_ids:
-            self.render_ids.add(message.render_id)
+        if render_id not in self.render_ids:
+            self.render_ids.add(render_id)
             log.warning(
                 "pictures come from %s as well as %s: equal within the tolerance, not byte for byte; exact=True "
                 "would refuse them",
-                message.render_id,
+                render_id,
                 self.welcome.render_id,
             )
         return None
@@ -417,7 +416,7 @@ class Engine:
 
     def _open(self) -> Session:
         address = self._locate(timeout=self._timeout, stop=self._stop.fd)
-        return Session.open(address, self._stream, self._context, timeout=self._timeout, stop=self._stop.fd)
+        return open_session(address, self._stream, self._context, timeout=self._timeout, stop=self._stop.fd)
 
     def _leave(self, reason: str) -> None:
         session, self._session = self._session, None
@@ -463,53 +462,69 @@ class Engine:
         self._ready.ring()
 
 
-def _copy(session: Session, message: Chunk, want: Want, bad: dict[int, RowReject], form: Form) -> bool:
+def _copy(delivery: Delivery, want: Want, bad: dict[int, RowReject], form: Form) -> bool:
     """Copy the rows of a chunk to where they go; False if the slot was reused meanwhile.
 
     Raises:
-        ProtocolError: the slot does not hold what the message says.
+        ProtocolError: the rows are not what the message says.
     """
-    ring = session.ring
-    if message.slot >= ring.slots:
-        raise ProtocolError(f"a chunk in slot {message.slot} of {ring.slots}")
-    view, generation = ring.views[message.slot], ring.generation
-    if generation[message.slot] != message.generation:
+    if not delivery.sound():
         return False
-    expected: NDArray[np.uint8] = np.full(ring.layout.chunk, Status.OK, np.uint8)
-    expected[[row for row in bad if row < ring.layout.chunk]] = Status.REJECTED
-    sound = True
-    for piece in want.pieces:
-        draft, source, target = piece.draft, piece.source, piece.target
-        if piece.tries and piece.first in bad:
-            continue
-        sound = sound and np.array_equal(view.status[source], expected[source])
-        form.finish(view.images[source], draft.images[target])
-        draft.labels[target] = view.labels[source]
-        draft.indices[target] = view.indices[source]
-    if generation[message.slot] != message.generation:
+    first = delivery.first
+    expected: NDArray[np.uint8] = np.full(len(delivery.status), Status.OK, np.uint8)
+    expected[[row - first for row in bad if row - first < len(expected)]] = Status.REJECTED
+    pictures = True
+    texts: list[tuple[Piece, list[bytes]]] = []
+    try:
+        for piece in want.pieces:
+            draft, target = piece.draft, piece.target
+            if piece.tries and piece.first in bad:
+                continue
+            source = slice(piece.first - first, piece.first - first + piece.size)
+            pictures = pictures and np.array_equal(delivery.status[source], expected[source])
+            row = piece.row
+            for levels in delivery.images(piece.first, piece.size):
+                form.finish(levels, draft.images[row : row + len(levels)])
+                row += len(levels)
+            draft.labels[target] = delivery.labels[source]
+            draft.indices[target] = delivery.indices[source]
+            if draft.texts:
+                texts.append((piece, delivery.texts(piece.first, piece.size)))
+    except ProtocolError:
+        if delivery.sound():
+            raise
+    if not delivery.sound():
         return False
-    if not sound:
+    if not pictures:
         raise ProtocolError(f"chunk {want.chunk} was delivered with rows that are neither pictures nor rejects")
+    for piece, rows in texts:
+        piece.draft.texts[piece.target] = form.read(rows)
     return True
 
 
 def _check_same(first: Welcome, now: Welcome) -> None:
-    """The daemon that came back must serve the same pictures."""
-    if now.fingerprints.pixels != first.fingerprints.pixels or now.samples != first.samples:
-        what = [
-            name
-            for name, before, after in (
-                ("number of samples", first.samples, now.samples),
-                ("files or labels", first.fingerprints.data, now.fingerprints.data),
-                ("order (seed or shuffle)", first.fingerprints.order, now.fingerprints.order),
-                ("pixels (decode, transforms or chunk)", first.fingerprints.pixels, now.fingerprints.pixels),
-            )
-            if before != after
-        ]
+    """The daemon that came back must serve the same pictures, labels and columns."""
+    what = [
+        name
+        for name, before, after in (
+            ("number of samples", first.samples, now.samples),
+            ("files or labels", first.fingerprints.data, now.fingerprints.data),
+            ("order (seed or shuffle)", first.fingerprints.order, now.fingerprints.order),
+            ("pixels (decode, transforms or chunk)", first.fingerprints.pixels, now.fingerprints.pixels),
+            ("kind of label", _kind(first), _kind(now)),
+            ("columns", first.columns, now.columns),
+        )
+        if before != after
+    ]
+    if what:
         raise StateError(
             f"the daemon came back with another stream {now.stream!r}: {', '.join(what)} changed in the middle of a "
             "run; make a new Loader to go on with it"
         )
+
+
+def _kind(welcome: Welcome) -> tuple[Any, ...]:
+    return welcome.labels, welcome.layout.label_dtype, welcome.layout.label_width
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -1,16 +1,19 @@
-"""The form in which a Loader hands out batches: memory, finishing, and tensors or arrays around it."""
+"""The form in which a Loader hands out batches: memory, finishing, and tensors, arrays or lists around it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
 from types import ModuleType
 from typing import Any, Literal, get_args
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.assembly import Draft
 from headrace.batch import Batch
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ProtocolError
 from headrace.finish import Finisher
 from headrace.memory import BatchMemory
 from headrace.output import Output
@@ -29,13 +32,24 @@ class Form:
         height, width: of a picture.
         batch_size: rows of a full batch.
         prefetch: batches kept ready.
+        text_labels: whether the label of a row is the first value of its text.
+        columns: names of its further values.
 
     Raises:
         ConfigError: bfloat16 without torch.
     """
 
     def __init__(
-        self, library: Library, output: Output, *, height: int, width: int, batch_size: int, prefetch: int
+        self,
+        library: Library,
+        output: Output,
+        *,
+        height: int,
+        width: int,
+        batch_size: int,
+        prefetch: int,
+        text_labels: bool = False,
+        columns: Sequence[str] = (),
     ) -> None:
         if library == "numpy" and output.dtype == "bfloat16":
             raise ConfigError("dtype: bfloat16 is unknown to NumPy; use output='torch', or dtype float16 or float32")
@@ -44,25 +58,50 @@ class Form:
         self._finisher = Finisher(output, height, width)
         self._memory = BatchMemory(batch_size * self._finisher.row_bytes, idle=prefetch + _SPARE)
         self.finish = self._finisher.finish
+        self._text_labels = text_labels
+        self._columns = tuple(columns)
+        row = (str,) * text_labels + (Any,) * len(self._columns)
+        self._decoder: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list[tuple[row]])  # type: ignore[valid-type]
 
     def allocate(self, rows: int) -> NDArray[Any]:
         """Memory for the pictures of a batch of at most `batch_size` rows, as `finish` takes it."""
         return self._finisher.rows(self._memory.take(), rows)
 
+    def read(self, texts: Sequence[bytes]) -> list[tuple[Any, ...]]:
+        """The values of some rows' texts: the label, if it is text, then the columns.
+
+        Raises:
+            ProtocolError: a text is not a MessagePack array of just these.
+        """
+        # As one array of arrays, since a call costs more than a row.
+        head = b"\xdd" + len(texts).to_bytes(4, "big")
+        try:
+            return self._decoder.decode(head + b"".join(texts))
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"the text of a row is not what the stream was said to have: {error}") from error
+
     def make(self, draft: Draft, epoch: int) -> Batch:
         """The batch of a draft that misses nothing; rows that are not to be kept close up."""
-        images, labels, indices, valid = draft.images, draft.labels, draft.indices, draft.valid
+        images, indices, valid, texts = draft.images, draft.indices, draft.valid, draft.texts
+        labels: Any = draft.labels
         if not draft.keep.all():
             images = images[: _close_up(images, draft.keep)]
             labels, indices, valid = labels[draft.keep], indices[draft.keep], valid[draft.keep]
+            texts = list(compress(texts, draft.keep))
+        values = [list(column) for column in zip(*texts, strict=True)]
+        if self._text_labels:
+            labels = values.pop(0)
+        elif self._torch is not None:
+            labels = self._torch.from_numpy(labels)
         return Batch(
             images=self._wrap(images),
-            labels=labels if self._torch is None else self._torch.from_numpy(labels),
+            labels=labels,
             indices=indices,
             valid=valid,
             epoch=epoch,
             step=draft.step,
             rejects=tuple(draft.rejects[row] for row in sorted(draft.rejects)),
+            extra=dict(zip(self._columns, values, strict=True)),
         )
 
     def _wrap(self, images: NDArray[Any]) -> Any:

@@ -156,6 +156,8 @@ class Loader:
                 width=welcome.layout.width,
                 batch_size=self.batch_size,
                 prefetch=self._prefetch,
+                text_labels=welcome.labels == "text",
+                columns=welcome.columns,
             )
         except BaseException:
             self.close()
@@ -358,7 +360,7 @@ class Loader:
             epoch=epoch,
             start=start,
             steps=self._settled(),
-            chunk=self._welcome.layout.chunk,
+            layout=self._welcome.layout,
             prefetch=self._prefetch,
             on_bad_sample=self._on_bad_sample,
             max_bad=self._max_bad,

@@ -1,37 +1,21 @@
-"""The client's end of a session: one Unix connection, one mapped ring, one DEALER socket."""
+"""A session with a daemon, as the Loader's thread sees it: the same for every transport.
+
+`shm.py` and `tcp.py` implement it; here is what they share, and the choice between them.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
-import select
-import socket
 import time
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import zmq
+from numpy.typing import NDArray
 
-from headrace import protocol
-from headrace.channel import Channel, Closed
-from headrace.connect import connect
 from headrace.errors import ConnectionLost, DeadlineError, HeadraceError, ProtocolError, from_wire
-from headrace.protocol import (
-    Cancel,
-    Chunk,
-    Failed,
-    Get,
-    Goodbye,
-    Hello,
-    Indexing,
-    Release,
-    Unknown,
-    Welcome,
-    decode_daemon,
-    decode_session_reply,
-    encode,
-)
-from headrace.slots import Ring
+from headrace.protocol import Chunk, Failed, Goodbye, Indexing, Message, Refused, Rows, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -57,184 +41,161 @@ class Refusal(Exception):
         self.error = error
 
 
-class Events(NamedTuple):
-    """What `Session.wait` saw: messages, and why the session is over if it is."""
+class Delivery(Protocol):
+    """Rows of a chunk that can be read now, and no longer than until `release`.
 
-    messages: Sequence[Chunk | Failed | Unknown]
+    Rows are numbered within the chunk; `labels`, `indices` and `status` begin with row `first`.
+    """
+
+    @property
+    def message(self) -> Chunk | Rows: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def labels(self) -> NDArray[Any]: ...
+    @property
+    def indices(self) -> NDArray[np.int64]: ...
+    @property
+    def status(self) -> NDArray[np.uint8]: ...
+
+    def images(self, first: int, size: int) -> Iterable[NDArray[np.uint8]]:
+        """The levels of these rows, in arrays (n, H, W, 3) that follow each other."""
+
+    def texts(self, first: int, size: int) -> list[bytes]:
+        """A copy of each row's text.
+
+        Raises:
+            ProtocolError: what should say where they end does not.
+        """
+
+    def sound(self) -> bool:
+        """Whether all that was read so far was what the message says."""
+
+
+class Events(NamedTuple):
+    """What `Session.wait` saw: answers, and why the session is over if it is."""
+
+    answers: Sequence[Delivery | Failed]
     lost: str | None
 
 
-class Session:
-    """Make it with `open`.
+class Session(Protocol):
+    """One session. Everything but `abandon` is for one thread.
 
     Attributes:
-        welcome: what the daemon said.
-        ring: the stream's slots, read-only.
+        address: where the daemon is.
+        welcome: what it said.
     """
 
-    def __init__(self, address: str, channel: Channel, welcome: Welcome, ring: Ring, dealer: zmq.Socket[bytes]) -> None:
-        self.address = address
-        self.welcome = welcome
-        self.ring = ring
-        self._channel = channel
-        self._dealer = dealer
+    @property
+    def address(self) -> str: ...
+    @property
+    def welcome(self) -> Welcome: ...
 
-    @classmethod
-    def open(
-        cls, address: str, stream: str | None, context: zmq.Context[zmq.Socket[bytes]], *, timeout: float, stop: int
-    ) -> Session:
-        """Connect, say `Hello` and wait for `Welcome`, however long the listing takes while it makes progress.
-
-        Args:
-            timeout: seconds without progress.
-            stop: a descriptor; when it becomes readable, `Interrupted` is raised.
-
-        Raises:
-            Refusal: the daemon says no.
-            ConfigError: not an address.
-            ConnectionLost: nobody listens there, or the connection ended.
-            DeadlineError: no progress.
-            ProtocolError: an answer that this version cannot take.
-        """
-        channel = connect(address, timeout=timeout)
-        try:
-            hello = Hello(stream=stream, client=f"pid {os.getpid()}")
-            channel.post(encode(hello))
-            welcome, fds = _handshake(address, channel, timeout, stop)
-            ring = _attach(address, welcome, fds)
-        except Closed:
-            _hang_up(channel)
-            raise ConnectionLost(f"the daemon at {address} closed the connection before it was ready") from None
-        except BaseException:
-            _hang_up(channel)
-            raise
-        dealer = context.socket(zmq.DEALER)
-        try:
-            dealer.linger = 0
-            # The number of outstanding requests is the bound; a full queue would block or lose a message.
-            dealer.sndhwm = dealer.rcvhwm = 0
-            dealer.maxmsgsize = protocol.DAEMON_LIMIT
-            dealer.connect(welcome.endpoint)
-        except BaseException as error:
-            dealer.close()
-            ring.close()
-            _hang_up(channel)
-            if isinstance(error, zmq.ZMQError):
-                raise ProtocolError(f"the daemon at {address} names the endpoint {welcome.endpoint}: {error}") from None
-            raise
-        return cls(address, channel, welcome, ring, dealer)
-
-    def get(self, request: int, epoch: int, chunk: int) -> None:
-        """Ask for a chunk."""
-        self._send(Get(token=self.welcome.token, request=request, epoch=epoch, chunk=chunk))
+    def get(self, request: int, epoch: int, chunk: int, first: int, count: int) -> None:
+        """Ask for at least these rows of a chunk."""
 
     def release(self, request: int) -> None:
-        """Give a delivered chunk's slot back."""
-        self._send(Release(token=self.welcome.token, request=request))
+        """What was delivered for this request has been copied."""
 
     def cancel(self, request: int) -> None:
         """Take back every request up to this one."""
-        self._send(Cancel(token=self.welcome.token, request=request))
 
     def wait(self, wake: int) -> Events:
-        """Everything that has arrived; waits until something has, or `wake` is readable.
+        """Everything that has arrived; waits until something has, or the descriptor `wake` is readable.
 
         Raises:
-            ProtocolError: a message that this version cannot take.
+            ProtocolError: something that this version cannot take.
         """
-        poller = zmq.Poller()
-        poller.register(self._dealer, zmq.POLLIN)
-        poller.register(self._channel.fileno(), zmq.POLLIN)
-        poller.register(wake, zmq.POLLIN)
-        ready = dict(poller.poll())
-        messages = []
-        # Asking for the state keeps the interpreter lock, a receive gives it up, and getting it back may take long.
-        while cast(int, self._dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            messages.append(decode_daemon(self._dealer.recv(zmq.NOBLOCK)))
-        lost = self._listen() if self._channel.fileno() in ready else None
-        return Events(messages, lost)
 
     def close(self) -> None:
         """Leave; the daemon takes back what this session still held. May be called twice."""
-        self._dealer.close()
-        _hang_up(self._channel)
-        self.ring.close()
 
     def abandon(self) -> None:
-        """For a forked child: drop the copy of the connection, so that its end is the parent's end."""
-        self._channel.sock.close()
+        """For a forked child: keep nothing that keeps the parent's session open."""
 
-    def _send(self, message: protocol.Message) -> None:
-        self._dealer.send(encode(message), zmq.NOBLOCK)
 
-    def _listen(self) -> str | None:
-        try:
-            for data, fds in self._channel.receive():
-                for fd in fds:
-                    os.close(fd)
-                message = decode_session_reply(data)
-                if isinstance(message, Goodbye):
-                    return f"the daemon stopped: {message.reason}"
-        except Closed:
-            return "the daemon ended"
+def open_session(
+    address: str, stream: str | None, context: zmq.Context[zmq.Socket[bytes]], *, timeout: float, stop: int
+) -> Session:
+    """Connect, say `Hello` and wait for `Welcome`, however long the listing takes while it makes progress.
+
+    Args:
+        address: of the daemon.
+        stream: its name, or None where there is just one.
+        timeout: seconds without progress.
+        stop: a descriptor; when it becomes readable, `Interrupted` is raised.
+
+    Raises:
+        Refusal: the daemon says no.
+        ConfigError: not an address.
+        ConnectionLost: nobody listens there, or the connection ended.
+        DeadlineError: no progress.
+        ProtocolError: an answer that this version cannot take.
+    """
+    from headrace.shm import SharedSession
+
+    return SharedSession.open(address, stream, context, timeout=timeout, stop=stop)
+
+
+class Opening:
+    """How a handshake goes on: what was said, and whether it still moves. No I/O.
+
+    Args:
+        address: of the daemon.
+        timeout: seconds that may pass without progress.
+    """
+
+    def __init__(self, address: str, timeout: float) -> None:
+        self._address = address
+        self._timeout = timeout
+        self._moved = self._logged = time.monotonic()
+        self._done = ("", 0)
+
+    def heard(self, message: Message) -> Welcome | None:
+        """The daemon said this; the session's `Welcome` once it comes.
+
+        Raises:
+            Refusal: the daemon says no.
+            ConnectionLost: it is stopping.
+            ProtocolError: this is no answer to `Hello`.
+        """
+        match message:
+            case Welcome():
+                if bool(message.layout.text) != bool(message.columns or message.labels == "text"):
+                    raise ProtocolError(f"{self._address}: columns and texts of the stream do not agree")
+                return message
+            case Refused():
+                raise Refusal(from_wire(message.kind, message.text))
+            case Goodbye():
+                raise ConnectionLost(f"the daemon at {self._address} is stopping: {message.reason}")
+            case Indexing():
+                self._progress(message)
+            case _:
+                raise ProtocolError(f"{self._address}: {type(message).__name__} is no answer to Hello")
         return None
 
+    def left(self) -> float:
+        """Seconds until it is late.
 
-def _hang_up(channel: Channel) -> None:
-    """End the connection, although a child that was forked meanwhile may have a copy of it."""
-    try:
-        channel.sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # it has ended
-    channel.close()
-
-
-def _handshake(address: str, channel: Channel, timeout: float, stop: int) -> tuple[Welcome, list[int]]:
-    moved = logged = time.monotonic()
-    done = ("", 0)
-    while True:
-        for data, fds in channel.receive():
-            message = decode_session_reply(data)
-            if isinstance(message, Welcome):
-                return message, fds
-            for fd in fds:
-                os.close(fd)
-            if isinstance(message, protocol.Refused):
-                raise Refusal(from_wire(message.kind, message.text))
-            if isinstance(message, Goodbye):
-                raise ConnectionLost(f"the daemon at {address} is stopping: {message.reason}")
-            if isinstance(message, Indexing) and (message.unit, message.done) != done:
-                done, moved = (message.unit, message.done), time.monotonic()
-                if moved - logged >= _LOG_EVERY:
-                    logged = moved
-                    log.warning("stream %s is being opened: %s", message.stream, _progress(message))
-        left = moved + timeout - time.monotonic()
+        Raises:
+            DeadlineError: it is.
+        """
+        left = self._moved + self._timeout - time.monotonic()
         if left <= 0:
-            doing = "goes on no more with opening the stream" if done[0] else "does not answer"
-            raise DeadlineError(f"the daemon at {address} {doing}: no progress for {timeout:g} s")
-        _wait_readable(channel, stop, left)
+            doing = "goes on no more with opening the stream" if self._done[0] else "does not answer"
+            raise DeadlineError(f"the daemon at {self._address} {doing}: no progress for {self._timeout:g} s")
+        return left
 
-
-def _wait_readable(channel: Channel, stop: int, seconds: float) -> None:
-    poll = select.poll()
-    poll.register(channel, select.POLLIN)
-    poll.register(stop, select.POLLIN)
-    if any(fd == stop for fd, _ in poll.poll(1000 * min(seconds, LONGEST_POLL))):
-        raise Interrupted
-
-
-def _progress(message: Indexing) -> str:
-    if not message.total:
-        return f"{message.done:,} {message.unit} so far"
-    return f"{message.done:,} of {message.total:,} {message.unit} ({100 * message.done // message.total} %)"
-
-
-def _attach(address: str, welcome: Welcome, fds: list[int]) -> Ring:
-    if welcome.transport != "shm" or len(fds) != 1:
-        for fd in fds:
-            os.close(fd)
-        raise ProtocolError(f"the daemon at {address} offers transport {welcome.transport} with {len(fds)} rings")
-    try:
-        return Ring.attach(fds[0], welcome.layout, welcome.slots)
-    except (ValueError, OSError) as error:
-        raise ProtocolError(f"the ring of the daemon at {address} cannot be mapped: {error}") from error
+    def _progress(self, message: Indexing) -> None:
+        if (message.unit, message.done) == self._done:
+            return
+        self._done, self._moved = (message.unit, message.done), time.monotonic()
+        if self._moved - self._logged < _LOG_EVERY:
+            return
+        self._logged = self._moved
+        far = f"{message.done:,} {message.unit} so far"
+        if message.total:
+            share = 100 * message.done // message.total
+            far = f"{message.done:,} of {message.total:,} {message.unit} ({share} %)"
+        log.warning("stream %s is being opened: %s", message.stream, far)

@@ -22,6 +22,7 @@ from headrace.channel import Channel, Closed
 from headrace.output import Output
 from headrace.protocol import (
     CLIENT_LIMIT,
+    VERSION,
     Cancel,
     Chunk,
     Failed,
@@ -51,6 +52,7 @@ class Do(enum.Enum):
     FAIL = enum.auto()
     UNKNOWN = enum.auto()
     OLD_GENERATION = enum.auto()  # as if the slot had been reused before the client looks
+    NO_SLOT = enum.auto()  # one that the ring does not have
     WRONG_STATUS = enum.auto()  # a row that was never rendered
     GARBAGE = enum.auto()
     VANISH = enum.auto()  # as if killed
@@ -78,6 +80,7 @@ def welcome(**change: Any) -> Welcome:
     about: dict[str, Any] = {
         "pid": 1, "token": b"t" * 16, "endpoint": "ipc:///nowhere", "transport": "shm", "stream": "a",
         "layout": SlotLayout(4, 2, 2), "slots": 3, "samples": 9, "seed": 0, "classes": [],
+        "labels": "numbers", "columns": [],
         "fingerprints": Fingerprints("d", "o", "p"), "output": Output(), "on_bad_sample": "skip", "max_bad": 0.01,
         "render_id": "r", "window": 1, "notices": [],
     }  # fmt: skip
@@ -135,6 +138,7 @@ class ScriptedDaemon:
         self._indexing, self._refuse = indexing, refuse
         self._about: dict[str, Any] = {
             "samples": samples, "seed": seed, "classes": ["cat", "dog"], "output": output or Output(),
+            "labels": "numbers", "columns": [],
             "fingerprints": Fingerprints(data="data", order=order, pixels=pixels), "on_bad_sample": on_bad_sample,
             "max_bad": max_bad, "notices": list(notices),
         }  # fmt: skip
@@ -263,7 +267,7 @@ class ScriptedDaemon:
         elif do is Do.UNKNOWN:
             self._send(identity, Unknown(token=get.token))
         elif do is Do.GARBAGE:
-            self._router.send_multipart([identity, b"\x01\x81\xa4type\xa5Hello"])
+            self._router.send_multipart([identity, bytes([VERSION]) + b"\x81\xa4type\xa5Hello"])
         elif do is Do.VANISH:
             self._gone = True
         elif do is Do.GOODBYE:
@@ -300,7 +304,8 @@ class ScriptedDaemon:
         self._send(
             identity,
             Chunk(
-                request=get.request, slot=slot, generation=generation, render_id=self.render_id,
+                request=get.request, slot=self._ring.slots if do is Do.NO_SLOT else slot, generation=generation,
+                render_id=self.render_id,
                 window=self._window, rejects=rejects,
             ),
         )  # fmt: skip

@@ -18,6 +18,7 @@ from headrace.errors import DatasetError, HeadraceError, SampleError, TooManyRej
 from headrace.form import Form
 from headrace.output import Output
 from headrace.protocol import RowReject
+from headrace.slots import SlotLayout
 from headrace.steps import LastBatch, Steps
 
 BLACK = 0.0
@@ -53,9 +54,9 @@ class Driver:
         self.form = Form("numpy", Output("float32", "NHWC"), height=1, width=1,
                          batch_size=self.steps.batch_size, prefetch=self.prefetch)  # fmt: skip
         self.assembly = Assembly(
-            epoch=self.epoch, start=self.start, steps=self.steps, chunk=self.chunk, prefetch=self.prefetch,
-            on_bad_sample=self.policy, max_bad=self.max_bad, allocate=self.allocate, uniforms=self.uniforms,
-            counts=self.counts,
+            epoch=self.epoch, start=self.start, steps=self.steps, layout=SlotLayout(self.chunk, 1, 1),
+            prefetch=self.prefetch, on_bad_sample=self.policy, max_bad=self.max_bad, allocate=self.allocate,
+            uniforms=self.uniforms, counts=self.counts,
         )  # fmt: skip
 
     def allocate(self, rows: int) -> NDArray[Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,7 +16,7 @@ from headrace.errors import ProtocolError, StateError
 from headrace.form import Form
 from headrace.output import Output
 from headrace.protocol import Chunk, RowReject
-from headrace.session import Session
+from headrace.shm import SharedDelivery
 from headrace.slots import Ring, SlotLayout, Status
 
 GENERATION = 5
@@ -41,12 +40,11 @@ class Scene:
         self.want = Want(7, 0, [Piece(self.draft, 0, 0, 4)])
         self.reject = RowReject(row=2, index=22, path="/x", stage="decode", reason="cut")
 
-    def copy(self, *rejects: RowReject, slot: int = 1) -> bool:
+    def copy(self, *rejects: RowReject) -> bool:
         message = Chunk(
-            request=1, slot=slot, generation=GENERATION, render_id="r", window=1, rejects=list(rejects)
+            request=1, slot=1, generation=GENERATION, render_id="r", window=1, rejects=list(rejects)
         )  # fmt: skip
-        session = cast(Session, SimpleNamespace(ring=self.ring))
-        return _copy(session, message, self.want, {r.row: r for r in rejects}, self.form)
+        return _copy(SharedDelivery(self.ring, message), self.want, {r.row: r for r in rejects}, self.form)
 
 
 @pytest.fixture
@@ -111,11 +109,6 @@ def test_a_replacement_that_is_bad_itself_is_not_copied(scene: Scene) -> None:
     scene.want.pieces = [Piece(scene.draft, 3, 2, 1, tries=1), Piece(scene.draft, 0, 1, 1, tries=4)]
     assert scene.copy(scene.reject)
     assert scene.draft.images[:, 0, 0, 0].tolist() == [2, 99, 99, 99]
-
-
-def test_a_slot_that_does_not_exist_is_an_error(scene: Scene) -> None:
-    with pytest.raises(ProtocolError, match="slot 2 of 2"):
-        scene.copy(slot=2)
 
 
 def test_a_daemon_that_serves_the_same_pictures_may_differ_in_everything_else() -> None:

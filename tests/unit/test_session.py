@@ -1,179 +1,96 @@
-"""A session: the handshake, what may go wrong in it, and what is left of it then."""
+"""The handshake's progress, whatever carries it."""
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import logging
+from typing import Any
 
+import msgspec
 import pytest
-import zmq
-from scripted import ScriptedDaemon, wait_until, welcome
+from scripted import welcome
 
-from headrace.channel import Channel, Closed
+from headrace import session
 from headrace.errors import ConfigError, ConnectionLost, DeadlineError, HeadraceError, ProtocolError
-from headrace.protocol import Chunk, Goodbye, Refused, Welcome, encode
-from headrace.session import Interrupted, Refusal, Session
-from headrace.slots import Ring, SlotLayout
+from headrace.protocol import Goodbye, Indexing, Message, Refused, Unknown
+from headrace.session import Opening, Refusal
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 @pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    made.term()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(session, "time", made)
+    return made
 
 
-@pytest.fixture
-def wake() -> Iterator[int]:
-    fd = os.eventfd(0, os.EFD_NONBLOCK)
-    yield fd
-    os.close(fd)
+def indexing(done: int, total: int = 0, unit: str = "files") -> Indexing:
+    return Indexing(stream="train", unit=unit, done=done, total=total)
 
 
-Answer = Callable[[Channel], None]
+def test_welcome_ends_the_handshake(clock: Clock) -> None:
+    assert Opening("tcp://h:1", 5).heard(welcome()) == welcome()
 
 
-@pytest.fixture
-def listen(tmp_path: Path) -> Iterator[Callable[[Answer], str]]:
-    """Answers one connection as the test says."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(tmp_path / "x"))
-    listener.listen()
-    threads: list[threading.Thread] = []
-
-    def serve(answer: Answer) -> None:
-        connection, _ = listener.accept()
-        channel = Channel(connection)
-        try:
-            channel.recv(timeout=10)
-            answer(channel)
-            channel.recv(timeout=10)
-        except Closed:
-            pass
-        finally:
-            channel.close()
-
-    def start(answer: Answer) -> str:
-        threads.append(threading.Thread(target=serve, args=(answer,)))
-        threads[-1].start()
-        return f"ipc://{tmp_path}/x"
-
-    yield start
-    for thread in threads:
-        thread.join(20)
-    listener.close()
+def test_progress_moves_the_deadline_and_repetition_does_not(clock: Clock) -> None:
+    opening = Opening("tcp://h:1", 5)
+    for _ in range(3):
+        clock.now += 4
+        opening.heard(indexing(int(clock.now)))
+        assert opening.left() == 5
+    clock.now += 4
+    opening.heard(indexing(112))
+    assert opening.left() == 1
+    opening.heard(indexing(112, unit="MiB"))
+    assert opening.left() == 5
 
 
-def with_ring(message: Welcome, slots: int = 3, count: int = 1) -> Answer:
-    def answer(channel: Channel) -> None:
-        ring = Ring.create(SlotLayout(4, 2, 2), slots)
-        channel.post(encode(message), [ring.fd] * count)
-        ring.close()
-
-    return answer
-
-
-def test_a_session_gives_welcome_ring_and_chunks(
-    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], wake: int
-) -> None:
-    with ScriptedDaemon(tmp_path / "d.sock") as daemon:
-        session = Session.open(daemon.address, None, context, timeout=10, stop=wake)
-        assert session.welcome.samples == 40
-        assert session.ring.slots == session.welcome.slots
-        with pytest.raises(ValueError, match="read-only"):
-            session.ring.views[0].images[0] = 1
-        session.get(1, epoch=0, chunk=3)
-        messages, lost = session.wait(wake)
-        assert lost is None
-        (message,) = messages
-        assert isinstance(message, Chunk)
-        assert message.request == 1
-        session.release(1)
-        daemon.wait_released()
-        session.close()
-        session.close()
-        wait_until(lambda: not daemon.sessions)
+def test_lateness_says_whether_there_ever_was_an_answer(clock: Clock) -> None:
+    opening = Opening("tcp://h:1", 5)
+    clock.now += 5
+    with pytest.raises(DeadlineError, match=r"tcp://h:1 does not answer: no progress for 5 s"):
+        opening.left()
+    opening.heard(indexing(1))
+    clock.now += 5
+    with pytest.raises(DeadlineError, match="goes on no more with opening the stream"):
+        opening.left()
 
 
-def test_waiting_ends_when_it_is_woken(tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], wake: int) -> None:
-    with ScriptedDaemon(tmp_path / "d.sock") as daemon:
-        session = Session.open(daemon.address, None, context, timeout=10, stop=wake)
-        os.eventfd_write(wake, 1)
-        assert session.wait(wake) == ([], None)
-        session.close()
-
-
-def test_the_end_of_the_daemon_is_noticed_at_once(
-    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], wake: int
-) -> None:
-    with ScriptedDaemon(tmp_path / "d.sock") as daemon:
-        session = Session.open(daemon.address, None, context, timeout=10, stop=wake)
-        daemon.close()
-        assert session.wait(wake).lost == "the daemon ended"
-        session.close()
+def test_progress_is_logged_every_few_seconds(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    opening = Opening("tcp://h:1", 50)
+    with caplog.at_level(logging.WARNING, "headrace"):
+        for _ in range(12):
+            clock.now += 1
+            opening.heard(indexing(int(clock.now) * 10, 2000))
+    assert [record.message for record in caplog.records] == [
+        "stream train is being opened: 1,050 of 2,000 files (52 %)",
+        "stream train is being opened: 1,100 of 2,000 files (55 %)",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("answer", "error", "named"),
+    ("message", "error", "named"),
     [
-        (lambda c: c.post(encode(Goodbye(reason="maintenance"))), ConnectionLost, "stopping: maintenance"),
-        (lambda c: c.close(), ConnectionLost, "closed the connection before it was ready"),
-        (lambda c: c.post(b"\x02nonsense"), ProtocolError, "protocol version 2"),
-        (lambda c: c.post(b"\x01nonsense"), ProtocolError, "not a message"),
-        (with_ring(welcome(), count=0), ProtocolError, "0 rings"),
-        (with_ring(welcome(transport="tcp")), ProtocolError, "transport tcp"),
-        (with_ring(welcome(slots=4)), ProtocolError, "cannot be mapped"),
-        (with_ring(welcome(endpoint="nowhere")), ProtocolError, "endpoint nowhere"),
+        (Goodbye(reason="maintenance"), ConnectionLost, "tcp://h:1 is stopping: maintenance"),
+        (Unknown(token=b"t" * 16), ProtocolError, "Unknown is no answer to Hello"),
+        (welcome(columns=["a"]), ProtocolError, "do not agree"),
+        (welcome(labels="text"), ProtocolError, "do not agree"),
+        (welcome(layout=msgspec.structs.replace(welcome().layout, text=9)), ProtocolError, "do not agree"),
     ],
 )
-def test_a_handshake_that_goes_wrong_says_how_and_leaves_nothing_open(
-    listen: Callable[[Answer], str], context: zmq.Context[zmq.Socket[bytes]], wake: int,
-    answer: Answer, error: type[HeadraceError], named: str,
-) -> None:  # fmt: skip
+def test_other_answers_are_errors(message: Message, error: type[HeadraceError], named: str) -> None:
     with pytest.raises(error, match=named):
-        Session.open(listen(answer), None, context, timeout=10, stop=wake)
+        Opening("tcp://h:1", 5).heard(message)
 
 
-def test_a_refusal_carries_the_error(
-    listen: Callable[[Answer], str], context: zmq.Context[zmq.Socket[bytes]], wake: int
-) -> None:
-    address = listen(lambda c: c.post(encode(Refused(kind="ConfigError", text="no stream 'b'; there is: a"))))
+def test_a_refusal_carries_the_error_that_it_names() -> None:
     with pytest.raises(Refusal) as caught:
-        Session.open(address, "b", context, timeout=10, stop=wake)
-    assert isinstance(caught.value.error, ConfigError)
-    assert "there is: a" in str(caught.value.error)
-
-
-def test_silence_runs_into_the_deadline(
-    listen: Callable[[Answer], str], context: zmq.Context[zmq.Socket[bytes]], wake: int
-) -> None:
-    with pytest.raises(DeadlineError, match=r"does not answer: no progress for 0\.2 s"):
-        Session.open(listen(lambda c: None), None, context, timeout=0.2, stop=wake)
-
-
-def test_closing_interrupts_the_handshake(
-    listen: Callable[[Answer], str], context: zmq.Context[zmq.Socket[bytes]], wake: int
-) -> None:
-    timer = threading.Timer(0.2, os.eventfd_write, (wake, 1))
-    timer.start()
-    before = time.monotonic()
-    with pytest.raises(Interrupted):
-        Session.open(listen(lambda c: None), None, context, timeout=60, stop=wake)
-    assert time.monotonic() - before < 30
-    timer.join()
-
-
-def test_closing_ends_the_connection_though_a_child_was_forked_in_the_handshake(
-    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], wake: int
-) -> None:
-    copies: list[socket.socket] = []
-    with ScriptedDaemon(tmp_path / "d.sock") as daemon:
-        session = Session.open(daemon.address, None, context, timeout=10, stop=wake)
-        copies.append(session._channel.sock.dup())  # as the child has it
-        session.close()
-        wait_until(lambda: not daemon.sessions)
-        copies.pop().close()
+        Opening("tcp://h:1", 5).heard(Refused(kind="ConfigError", text="no stream 'b'"))
+    error: Any = caught.value.error
+    assert isinstance(error, ConfigError)
+    assert str(error) == "no stream 'b'"
