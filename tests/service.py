@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,15 @@ class Daemon:
         self.config.write_text(yaml.safe_dump(document))
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, limit_descriptors: int | None = None) -> Daemon:
+    def start(self, *, limit_descriptors: int | None = None, prefix: Sequence[str] = ()) -> Daemon:
+        """
+        Args:
+            prefix: a command that runs the rest of its line, such as setpriv's.
+        """
         limit = [] if limit_descriptors is None else ["prlimit", f"--nofile={limit_descriptors}"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*limit, sys.executable, "-m", "headrace.server", "serve", str(self.config)],
+                [*prefix, *limit, sys.executable, "-m", "headrace.server", "serve", str(self.config)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
