@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from headrace.pipeline.spec import Config as Config
     from headrace.pipeline.spec import Stream as Stream
     from headrace.pipeline.transforms import CenterCrop as CenterCrop
+    from headrace.pipeline.transforms import Letterbox as Letterbox
+    from headrace.pipeline.transforms import Pad as Pad
+    from headrace.pipeline.transforms import RandomCrop as RandomCrop
     from headrace.pipeline.transforms import RandomHorizontalFlip as RandomHorizontalFlip
     from headrace.pipeline.transforms import RandomResizedCrop as RandomResizedCrop
     from headrace.pipeline.transforms import RandomVerticalFlip as RandomVerticalFlip
@@ -29,7 +32,10 @@ _HOME = {
     "Batch": "headrace.batch",
     "CenterCrop": "headrace.pipeline.transforms",
     "Config": "headrace.pipeline.spec",
+    "Letterbox": "headrace.pipeline.transforms",
     "Loader": "headrace.loader",
+    "Pad": "headrace.pipeline.transforms",
+    "RandomCrop": "headrace.pipeline.transforms",
     "RandomHorizontalFlip": "headrace.pipeline.transforms",
     "RandomResizedCrop": "headrace.pipeline.transforms",
     "RandomVerticalFlip": "headrace.pipeline.transforms",

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
+
+BLACK: Colour = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class Axis:
 
     Attributes:
         low: float64 [n], where the stretch begins, in pixels of the source.
-        high: float64 [n], where it ends. Both may lie outside the source: it is black there.
+        high: float64 [n], where it ends. Both may lie outside the source.
         pixels: int64 [n], into how many pixels the stretch is cut.
         mirror: bool [n], whether pixel 0 lies at the high end.
     """
@@ -51,6 +54,12 @@ class Axis:
         high = self.low + (before + pixels) * length / self.pixels
         return Axis(low, high, pixels, self.mirror)
 
+    def padded(self, before: Ints | int, after: Ints | int) -> Axis:
+        """With so many pixels more at its two ends."""
+        ahead = np.zeros_like(self.pixels)
+        ahead += before
+        return self.cropped(-ahead, self.pixels + ahead + after)
+
     def flipped(self, flip: Flags) -> Axis:
         """Mirrored where `flip` is set."""
         return replace(self, mirror=self.mirror ^ flip)
@@ -76,40 +85,88 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What is known of a chain before any picture is: is there one window and one size at its end?
+    """What is known of a chain before any picture is: is there one window, one size and one colour around it?
 
     Attributes:
         height: of every picture so far, or None where it depends on the picture.
         width: likewise.
+        least: height and width that every picture has at least.
         resampled_by: the transform that has resampled, by its ordinal name, or None.
         cropped_by: the last that has cut pixels away, or None.
+        padded_by: the last that was asked to add pixels around the picture, or None.
+        fill: the colour of what lies outside the picture.
+        filled_by: whose it is, or None as long as nothing outside can show.
         interpolation: of the one resample.
     """
 
     height: int | None = None
     width: int | None = None
+    least: tuple[int, int] = (1, 1)
     resampled_by: str | None = None
     cropped_by: str | None = None
+    padded_by: str | None = None
+    fill: Colour = BLACK
+    filled_by: str | None = None
     interpolation: str = "bilinear"
 
-    def resized(self, name: str, height: int | None, width: int | None, interpolation: str) -> Outline:
+    def sized(self, height: int | None, width: int | None, least: tuple[int, int] = (1, 1)) -> Outline:
+        """With another height and width, or if they depend on the picture, at least `least`."""
+        return replace(self, height=height, width=width, least=(height or least[0], width or least[1]))
+
+    def resized(
+        self, name: str, height: int | None, width: int | None, interpolation: str, least: tuple[int, int] = (1, 1)
+    ) -> Outline:
         """After a resample.
 
         Raises:
-            ValueError: there has been one already.
+            ValueError: there has been one already, or padding that it would resample too.
         """
         if self.resampled_by is not None:
             raise ValueError(
                 f"transforms: {self.resampled_by} and {name} would each resample the picture, and Headrace resamples "
                 "once, from the original pixels; keep one of the two"
             )
-        return replace(self, height=height, width=width, resampled_by=name, interpolation=interpolation)
+        if self.padded_by is not None:
+            raise ValueError(
+                f"transforms: {name} would resample what {self.padded_by} has put around the picture, and the border "
+                "of the picture with it, which does not fold into one window of the original picture. "
+                f"Pad after {name}, by as many pixels as the result shall have"
+            )
+        return replace(self.sized(height, width, least), resampled_by=name, interpolation=interpolation)
 
-    def cropped(self, name: str, height: int, width: int) -> Outline:
-        """After a crop to a fixed size.
+    def padded(self, name: str, vertical: int, horizontal: int, fill: Colour) -> Outline:
+        """After so many pixels more, above and below, left and right together.
 
         Raises:
-            ValueError: it would pad with black what an earlier crop has cut.
+            ValueError: an earlier crop has cut the picture, or the colour is not that of earlier padding.
+        """
+        if not vertical and not horizontal:
+            return self
+        filled = self.framed(name, fill)
+        return filled.sized(
+            None if self.height is None else self.height + vertical,
+            None if self.width is None else self.width + horizontal,
+            (self.least[0] + vertical, self.least[1] + horizontal),
+        )
+
+    def framed(self, name: str, fill: Colour) -> Outline:
+        """With something around the picture.
+
+        Raises:
+            ValueError: as `padded`.
+        """
+        if self.cropped_by is not None:
+            raise ValueError(
+                f"transforms: {name} would pad what {self.cropped_by} has cut; such a frame does not fold into one "
+                f"window of the original picture, which goes on there. Pad before {self.cropped_by}, or not at all"
+            )
+        return replace(self._filled(name, fill), padded_by=name)
+
+    def cropped(self, name: str, height: int, width: int, fill: Colour = BLACK) -> Outline:
+        """After a crop to a fixed size, which pads what is smaller.
+
+        Raises:
+            ValueError: it would pad what an earlier crop has cut, or with another colour than earlier padding.
         """
         for axis, had, wanted in (("high", self.height, height), ("wide", self.width, width)):
             if self.cropped_by is not None and (had is None or had < wanted):
@@ -119,4 +176,15 @@ class Outline:
                     + "; such a frame does not fold into one window of the original picture. "
                     f"Make {name} at most as large, or leave one of the two out"
                 )
-        return replace(self, height=height, width=width, cropped_by=name)
+        may_pad = self.least[0] < height or self.least[1] < width
+        outline = self._filled(name, fill) if may_pad else self
+        return replace(outline.sized(height, width), cropped_by=name)
+
+    def _filled(self, name: str, fill: Colour) -> Outline:
+        if self.filled_by is not None and self.fill != fill:
+            raise ValueError(
+                f"transforms: {self.filled_by} puts {list(self.fill)} around the picture and {name} {list(fill)}, and "
+                "what lies outside a picture has one colour. Give both the same fill (center_crop, where it pads, has "
+                "black)"
+            )
+        return replace(self, fill=fill, filled_by=name)

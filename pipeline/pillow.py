@@ -190,27 +190,27 @@ def _show(image: Image.Image, picture: Picture, params: Params, i: int) -> Image
         y0, y1 = picture.height - y1, picture.height - y0
     if transpose:
         x0, y0, x1, y1, width, height = y0, x0, y1, x1, height, width
-    small = _window(image, (x0, y0, x1, y1), width, height, params.interpolation)
+    small = _window(image, (x0, y0, x1, y1), width, height, params)
     turn = _TRANSPOSE[transpose, flip_x ^ bool(params.mirror_x[i]), flip_y ^ bool(params.mirror_y[i])]
     if turn is not None:
         small = small.transpose(turn)
     return small if small.mode == "RGB" else small.convert("RGB")
 
 
-def _window(image: Image.Image, box: Box, width: int, height: int, interpolation: str) -> Image.Image:
-    """The box resampled to width x height, black where it leaves the picture.
+def _window(image: Image.Image, box: Box, width: int, height: int, params: Params) -> Image.Image:
+    """The box resampled to width x height, with the fill where it leaves the picture.
 
-    A pixel of the result is black if its middle lies outside. The filter sees the picture beyond the box, and at the
+    A pixel of the result is fill if its middle lies outside. The filter sees the picture beyond the box, and at the
     picture's own border only what there is.
     """
     left, right, x0, x1 = _inside(box[0], box[2], image.width, width)
     top, bottom, y0, y1 = _inside(box[1], box[3], image.height, height)
     if left >= right or top >= bottom:
-        return Image.new(image.mode, (width, height))
-    part = _resample(image, (x0, y0, x1, y1), right - left, bottom - top, interpolation)
+        return Image.new("RGB", (width, height), params.fill)
+    part = _resample(image, (x0, y0, x1, y1), right - left, bottom - top, params.interpolation)
     if part.size == (width, height):
         return part
-    framed = Image.new(image.mode, (width, height))
+    framed = Image.new("RGB", (width, height), params.fill)
     framed.paste(part, (left, top))
     return framed
 

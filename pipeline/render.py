@@ -21,7 +21,7 @@ from headrace.pipeline.index import Index
 from headrace.pipeline.order import order
 from headrace.pipeline.probe import BadPicture, Picture, probe
 from headrace.pipeline.spec import Stream
-from headrace.pipeline.transforms import plan
+from headrace.pipeline.transforms import plan, unfit
 from headrace.protocol import RowReject
 from headrace.slots import SlotView, Status
 
@@ -137,7 +137,10 @@ class ChunkRenderer:
                 result.nbytes += len(data)
                 clock.lap("read")
                 view.status[row] = Status.RENDERING
-                pictures[row] = probe(data, self.stream.decode)
+                picture = probe(data, self.stream.decode)
+                if why := unfit(self.stream.transforms, picture.height, picture.width):
+                    raise BadPicture("probe", why)
+                pictures[row] = picture
                 view.status[row] = Status.READ
             except BadPicture as bad:
                 self._reject(view, row, bad, result)

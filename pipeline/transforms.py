@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from headrace.draws import uniforms
 from headrace.errors import ConfigError
-from headrace.pipeline.geometry import Floats, Geometry, Ints, Outline
+from headrace.pipeline.geometry import BLACK, Axis, Colour, Floats, Geometry, Ints, Outline
 
 MAX_SIDE = 16384  # pixels of an output; a mistyped size should not ask for terabytes of slots
 
@@ -47,14 +47,51 @@ def _height_and_width(value: object) -> tuple[int, int]:
     return size if isinstance(size, tuple) else (size, size)
 
 
-def _span(positive: bool) -> AfterValidator:
-    def check(value: tuple[float, float]) -> tuple[float, float]:
-        low, high = value
-        if not (math.isfinite(high) and 0 <= low <= high and high > 0 and (low > 0 or not positive)):
-            raise ValueError(f"{list(value)} is not [min, max] with {'0 < min' if positive else '0 <= min'} <= max")
-        return value
+def _or_none(check: Callable[[object], Any]) -> Callable[[object], Any]:
+    return lambda value: None if value is None else check(value)
 
-    return AfterValidator(check)
+
+def _whole(value: object, most: int, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ValueError(f"{value!r} is not {what} from 0 to {most}")
+    return value
+
+
+def _colour(value: object) -> Colour:
+    if isinstance(value, list | tuple):
+        if len(value) not in (1, 3):
+            raise ValueError(f"{list(value)!r} is neither one level nor [red, green, blue]")
+        value = value[0] if len(value) == 1 else value
+    levels = value if isinstance(value, list | tuple) else (value,) * 3
+    red, green, blue = (_whole(level, 255, "a level") for level in levels)
+    return red, green, blue
+
+
+def _padding(value: object) -> tuple[int, int, int, int]:
+    if value is None:
+        return 0, 0, 0, 0
+    sides = list(value) if isinstance(value, list | tuple) else [value]
+    if len(sides) not in (1, 2, 4):
+        raise ValueError(
+            f"{sides!r} is neither one number nor [left and right, top and bottom] nor [left, top, right, bottom]"
+        )
+    left, top, right, bottom = (_whole(side, MAX_SIDE, "a number of pixels") for side in (sides * 4)[:4])
+    return left, top, right, bottom
+
+
+def _span(positive: bool) -> BeforeValidator:
+    bound = "0 < min" if positive else "0 <= min"
+
+    def check(value: object) -> tuple[float, float]:
+        two = list(value) if isinstance(value, list | tuple) else []
+        if len(two) == 2 and all(isinstance(v, int | float) and not isinstance(v, bool) for v in two):
+            low, high = float(two[0]), float(two[1])
+            if math.isfinite(high) and 0 <= low <= high and high > 0 and (low > 0 or not positive):
+                return low, high
+        shown = list(value) if isinstance(value, tuple) else value
+        raise ValueError(f"{shown!r} is not [min, max], two numbers with {bound} <= max")
+
+    return BeforeValidator(check)
 
 
 GRID = 2.0**-16
@@ -65,10 +102,12 @@ def grid(values: Floats) -> Floats:
     return np.rint(values / GRID) * GRID
 
 
-#: One number is the shorter side, two are exact.
-ShorterOrExact = Annotated[int | tuple[int, int], BeforeValidator(_shorter_or_exact)]
 #: One number is both sides.
 HeightAndWidth = Annotated[tuple[int, int], BeforeValidator(_height_and_width)]
+#: One level is all three.
+Fill = Annotated[Colour, BeforeValidator(_colour)]
+#: One number is every side, two are left and right, top and bottom; kept as left, top, right, bottom.
+Padding = Annotated[tuple[int, int, int, int], BeforeValidator(_padding)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -111,47 +150,72 @@ class Transform(BaseModel):
         """The pictures after this transform; `u` is float64 [n, draws], each in [0, 1)."""
         raise NotImplementedError
 
+    def unfit(self, height: int, width: int) -> str | None:
+        """Why a picture of this size cannot be transformed, or None."""
+        return None
+
     def plain(self) -> dict[str, Any]:
         """`{name: {argument: value}}` with the defaults filled in: equal for equal transforms, and plain data."""
         return {self.name: self.model_dump(mode="json")}
 
 
 class Resize(Transform):
-    """Resize to `size`: one number is the length of the shorter side, `[height, width]` is exact."""
+    """Resize to `size`: one number is the length of the shorter side, `[height, width]` is exact.
+
+    The longer side has at most `max_size` pixels, if it is given. Without a `size` it has just so many.
+    """
 
     if TYPE_CHECKING:  # what a caller may write is more than what a field holds
 
-        def __init__(self, size: int | Sequence[int], interpolation: Interpolation = ...) -> None: ...
+        def __init__(
+            self, size: int | Sequence[int] | None, interpolation: Interpolation = ..., max_size: int | None = ...
+        ) -> None: ...
 
     name = "resize"
-    size: ShorterOrExact
+    size: Annotated[int | tuple[int, int] | None, BeforeValidator(_or_none(_shorter_or_exact))]
     interpolation: Interpolation = "bilinear"
+    max_size: Annotated[int | None, BeforeValidator(_or_none(_side))] = None
+
+    @model_validator(mode="after")
+    def _sides(self) -> Self:
+        if self.size is None and self.max_size is None:
+            raise ValueError("size: may be null only where max_size is given")
+        if isinstance(self.size, tuple) and self.max_size is not None:
+            raise ValueError("max_size: belongs to a size of one number, or to none; [height, width] is exact")
+        if isinstance(self.size, int) and self.max_size is not None and self.max_size <= self.size:
+            raise ValueError(
+                f"max_size: {self.max_size} is of the longer side and must be larger than size, {self.size}"
+            )
+        return self
 
     def outline(self, outline: Outline, name: str) -> Outline:
-        h: int | None
-        w: int | None
         if isinstance(self.size, tuple):
-            h, w = self.size
-        elif outline.height is not None and outline.width is not None:
-            new = _shorter_side(self.size, np.array([outline.height]), np.array([outline.width]))
-            h, w = int(new[0][0]), int(new[1][0])
-        else:
-            h = w = None
-        return outline.resized(name, h, w, self.interpolation)
+            return outline.resized(name, *self.size, self.interpolation)
+        if outline.height is not None and outline.width is not None:
+            height, width = (int(v[0]) for v in self._sizes(np.array([outline.height]), np.array([outline.width])))
+            return outline.resized(name, height, width, self.interpolation)
+        least = self.size if isinstance(self.size, int) and self.max_size is None else 1
+        return outline.resized(name, None, None, self.interpolation, (least, least))
 
     def apply(self, geometry: Geometry, u: Floats) -> Geometry:
-        if isinstance(self.size, tuple):
-            height, width = (np.full_like(geometry.y.pixels, side) for side in self.size)
-        else:
-            height, width = _shorter_side(self.size, geometry.y.pixels, geometry.x.pixels)
+        height, width = self._sizes(geometry.y.pixels, geometry.x.pixels)
         return Geometry(geometry.y.resized(height), geometry.x.resized(width))
 
-
-def _shorter_side(size: int, heights: Ints, widths: Ints) -> tuple[Ints, Ints]:
-    # torchvision's `int(size * long / short)`, cut off and not rounded.
-    short, long = np.minimum(heights, widths), np.maximum(heights, widths)
-    longer = (size * long / short).astype(np.int64)
-    return np.where(heights <= widths, size, longer), np.where(widths <= heights, size, longer)
+    def _sizes(self, heights: Ints, widths: Ints) -> tuple[Ints, Ints]:
+        """Heights and widths of the result. torchvision cuts fractions off and does not round."""
+        if isinstance(self.size, tuple):
+            return np.full_like(heights, self.size[0]), np.full_like(widths, self.size[1])
+        short, long = np.minimum(heights, widths), np.maximum(heights, widths)
+        if self.size is None:
+            new_short, new_long = (self.max_size * short / long).astype(np.int64), np.full_like(long, self.max_size)
+        else:
+            new_short, new_long = np.full_like(short, self.size), (self.size * long / short).astype(np.int64)
+            if self.max_size is not None:
+                shrunk = (self.max_size * new_short / new_long).astype(np.int64)
+                new_short = np.where(new_long > self.max_size, shrunk, new_short)
+                new_long = np.minimum(new_long, self.max_size)
+        new_short = np.maximum(new_short, 1)  # torchvision would make a picture without any pixel
+        return np.where(heights <= widths, new_short, new_long), np.where(widths <= heights, new_short, new_long)
 
 
 class CenterCrop(Transform):
@@ -179,6 +243,139 @@ def _middle(pixels: Ints, side: int) -> Ints:
     # torchvision rounds half to even where it cuts, and puts the odd pixel last where it pads.
     cut = np.rint((pixels - side) / 2.0).astype(np.int64)
     return np.where(pixels < side, -((side - pixels) // 2), cut)
+
+
+class RandomCrop(Transform):
+    """Cut `size` out at a random place, after `padding` was put around the picture.
+
+    With `pad_if_needed` a picture that is still too small is padded further, on both sides by all that is missing, so
+    that it comes to lie anywhere in the result. Without, it is a reject.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            size: int | Sequence[int],
+            padding: int | Sequence[int] | None = ...,
+            pad_if_needed: bool = ...,
+            fill: int | Sequence[int] = ...,
+        ) -> None: ...
+
+    name = "random_crop"
+    draws = 2
+    size: HeightAndWidth
+    padding: Padding = (0, 0, 0, 0)
+    pad_if_needed: Annotated[bool, Field(strict=True)] = False
+    fill: Fill = BLACK
+
+    def outline(self, outline: Outline, name: str) -> Outline:
+        left, top, right, bottom = self.padding
+        outline = outline.padded(name, top + bottom, left + right, self.fill)
+        height, width = self.size
+        if not self.pad_if_needed:
+            if (outline.height or height) < height or (outline.width or width) < width:
+                had = [outline.height or "any", outline.width or "any"]
+                raise ValueError(
+                    f"transforms: {name} would cut {list(self.size)} pixels (height, width) out of pictures that have "
+                    f"{had[0]} x {had[1]}; make it at most as large"
+                )
+            # What is too small nevertheless is a reject, so nothing is padded.
+            outline = replace(outline, least=(max(outline.least[0], height), max(outline.least[1], width)))
+        elif outline.least[0] < height or outline.least[1] < width:
+            outline = outline.framed(name, self.fill)
+        return outline.cropped(name, height, width, self.fill)
+
+    def unfit(self, height: int, width: int) -> str | None:
+        left, top, right, bottom = self.padding
+        padded = height + top + bottom, width + left + right
+        if self.pad_if_needed or (padded[0] >= self.size[0] and padded[1] >= self.size[1]):
+            return None
+        with_padding = f", with its padding {padded[0]}x{padded[1]}" if any(self.padding) else ""
+        return (
+            f"a picture of {height}x{width} pixels (height x width){with_padding} is too small to cut "
+            f"{self.size[0]}x{self.size[1]} out of it; pad_if_needed: true would pad it"
+        )
+
+    def apply(self, geometry: Geometry, u: Floats) -> Geometry:
+        left, top, right, bottom = self.padding
+        y, x = (
+            self._cut(axis.padded(before, after), side, u[:, i])
+            for i, (axis, before, after, side) in enumerate(
+                ((geometry.y, top, bottom, self.size[0]), (geometry.x, left, right, self.size[1]))
+            )
+        )
+        return Geometry(y, x)
+
+    def _cut(self, axis: Axis, side: int, u: Floats) -> Axis:
+        if self.pad_if_needed:
+            missing = np.maximum(side - axis.pixels, 0)
+            axis = axis.padded(missing, missing)
+        offset = _pick(u, np.maximum(axis.pixels - side + 1, 1))
+        return axis.cropped(offset, np.full_like(axis.pixels, side))
+
+
+class Pad(Transform):
+    """Put `padding` pixels of the colour `fill` around the picture: one number, `[left and right, top and bottom]` or
+    `[left, top, right, bottom]`.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(self, padding: int | Sequence[int], fill: int | Sequence[int] = ...) -> None: ...
+
+    name = "pad"
+    padding: Padding
+    fill: Fill = BLACK
+
+    def outline(self, outline: Outline, name: str) -> Outline:
+        left, top, right, bottom = self.padding
+        return outline.padded(name, top + bottom, left + right, self.fill)
+
+    def apply(self, geometry: Geometry, u: Floats) -> Geometry:
+        left, top, right, bottom = self.padding
+        return Geometry(geometry.y.padded(top, bottom), geometry.x.padded(left, right))
+
+
+class Letterbox(Transform):
+    """Resize so that the whole picture fits into `size`, keeping its ratio, with the colour `fill` around it.
+
+    Sides are rounded to the nearest pixel; an odd pixel of the frame is at the bottom or on the right. Without
+    `upscale` a picture that fits already keeps its size.
+    """
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            size: int | Sequence[int],
+            fill: int | Sequence[int] = ...,
+            upscale: bool = ...,
+            interpolation: Interpolation = ...,
+        ) -> None: ...
+
+    name = "letterbox"
+    size: HeightAndWidth
+    fill: Fill = BLACK
+    upscale: Annotated[bool, Field(strict=True)] = True
+    interpolation: Interpolation = "bilinear"
+
+    def outline(self, outline: Outline, name: str) -> Outline:
+        resized = outline.resized(name, None, None, self.interpolation)
+        return resized.framed(name, self.fill).sized(*self.size)
+
+    def apply(self, geometry: Geometry, u: Floats) -> Geometry:
+        (height, width), (y, x) = self.size, (geometry.y, geometry.x)
+        scale = np.minimum(height / y.pixels, width / x.pixels)
+        if not self.upscale:
+            scale = np.minimum(scale, 1.0)
+        return Geometry(_framed(y, scale, height), _framed(x, scale, width))
+
+
+def _framed(axis: Axis, scale: Floats, side: int) -> Axis:
+    inside = axis.resized(np.maximum(np.rint(axis.pixels * scale), 1).astype(np.int64))
+    missing = side - inside.pixels
+    return inside.padded(missing // 2, missing - missing // 2)
 
 
 class RandomResizedCrop(Transform):
@@ -281,7 +478,17 @@ class RandomVerticalFlip(Transform):
 
 #: Every transform, by the name that a configuration uses.
 TRANSFORMS: dict[str, type[Transform]] = {
-    t.name: t for t in (RandomResizedCrop, Resize, CenterCrop, RandomHorizontalFlip, RandomVerticalFlip)
+    t.name: t
+    for t in (
+        RandomResizedCrop,
+        Resize,
+        CenterCrop,
+        RandomCrop,
+        Pad,
+        Letterbox,
+        RandomHorizontalFlip,
+        RandomVerticalFlip,
+    )
 }
 
 
@@ -301,9 +508,30 @@ def parse(item: object) -> Transform:
     raise ValueError(f"{item!r} is not a transform: write a name or {{name: {{argument: value}}}}, one per list item")
 
 
+#: Arguments that torchvision has and Headrace has not, with the reason.
+_LEFT_OUT = {
+    "antialias": "Resampling is always antialiased",
+    "padding_mode": "Padding is always constant, by the colour fill; edge, reflect and symmetric do not fold",
+    "inplace": "It would change nothing",
+}
+
+#: What is no transform here but stands elsewhere in a stream.
+_ELSEWHERE = {
+    "normalize": "mean and std stand in the stream's output: {mean: [...], std: [...]}",
+    "to_tensor": "leave it out: batches are tensors; dtype and layout stand in the stream's output",
+    "to_image": "leave it out: batches are tensors; dtype and layout stand in the stream's output",
+    "pil_to_tensor": "leave it out; for whole levels: output: {dtype: uint8}",
+    "to_dtype": "dtype stands in the stream's output: {dtype: ...}",
+    "convert_image_dtype": "dtype stands in the stream's output: {dtype: ...}",
+    "compose": "write its transforms one by one, or translate it with headrace.from_torchvision",
+}
+
+
 def _build(name: object, arguments: object) -> Transform:
     kind = TRANSFORMS.get(name) if isinstance(name, str) else None
     if kind is None:
+        if elsewhere := _ELSEWHERE.get(_snake(str(name)).replace("p_i_l_", "pil_")):
+            raise ValueError(f"{name!r} is not a transform: {elsewhere}")
         near = difflib.get_close_matches(_snake(str(name)), TRANSFORMS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(f"{name!r} is not a transform{hint}; there are {', '.join(TRANSFORMS)}")
@@ -324,10 +552,13 @@ def _plain(error: ValidationError, kind: type[Transform]) -> str:
     def sentence(found: Mapping[str, Any]) -> str:
         key = ".".join(str(part) for part in found["loc"])
         if found["type"] == "extra_forbidden":
-            return f"{key}: there is no such argument; there are {', '.join(kind.model_fields)}"
+            hint = f". {_LEFT_OUT[key]}" if key in _LEFT_OUT else ""
+            return f"{key}: there is no such argument; there are {', '.join(kind.model_fields)}{hint}"
         if found["type"] == "missing":
             return f"{key}: is required"
         message = str(found["msg"]).removeprefix("Value error, ")
+        if not key:
+            return message
         shown = "" if found["type"] == "value_error" else f" (got {found['input']!r})"
         return f"{key}: {message}{shown}"
 
@@ -345,17 +576,11 @@ def named(transforms: Sequence[Transform]) -> Iterator[tuple[str, Transform]]:
         yield transform.name if n == 1 else f"{transform.name}.{n}", transform
 
 
-def _outline(transforms: Sequence[Transform]) -> tuple[int, int, str]:
+def _outline(transforms: Sequence[Transform]) -> Outline:
     outline = Outline()
     for name, transform in named(transforms):
         outline = transform.outline(outline, name)
-    if outline.height is None or outline.width is None:
-        after = f"after {', '.join(name for name, _ in named(transforms))} " if transforms else ""
-        raise ValueError(
-            f"transforms: {after}the pictures have no fixed size, so they cannot be stacked into a batch. "
-            "Add random_resized_crop, center_crop, or resize with [height, width]"
-        )
-    return outline.height, outline.width, outline.interpolation
+    return outline
 
 
 def output_size(transforms: Sequence[Transform]) -> tuple[int, int]:
@@ -364,8 +589,39 @@ def output_size(transforms: Sequence[Transform]) -> tuple[int, int]:
     Raises:
         ValueError: the chain does not fold into one resample, or has no fixed size at its end; says why.
     """
-    height, width, _ = _outline(transforms)
-    return height, width
+    return _size(transforms, _outline(transforms))
+
+
+def _size(transforms: Sequence[Transform], outline: Outline) -> tuple[int, int]:
+    if outline.height is None or outline.width is None:
+        after = f"after {', '.join(name for name, _ in named(transforms))} " if transforms else ""
+        raise ValueError(
+            f"transforms: {after}the pictures have no fixed size, so they cannot be stacked into a batch. "
+            "Add random_resized_crop, center_crop, random_crop, letterbox, or resize with [height, width]"
+        )
+    if max(outline.height, outline.width) > MAX_SIDE:
+        raise ValueError(
+            f"transforms: pictures of {outline.height}x{outline.width} pixels are over the limit of {MAX_SIDE} a side"
+        )
+    return outline.height, outline.width
+
+
+def unfit(transforms: Sequence[Transform], height: int, width: int) -> str | None:
+    """Why a picture of this size cannot go through the chain, or None: a function of the sizes alone.
+
+    Args:
+        height: of the picture after its EXIF orientation, at least 1.
+        width: likewise.
+    """
+    if all(type(transform).unfit is Transform.unfit for transform in transforms):
+        return None
+    geometry = Geometry.whole(np.array([height]), np.array([width]))
+    for name, transform in named(transforms):
+        if why := transform.unfit(int(geometry.y.pixels[0]), int(geometry.x.pixels[0])):
+            return f"{name}: {why}"
+        # No draw decides a size.
+        geometry = transform.apply(geometry, np.zeros((1, transform.draws)))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,11 +630,12 @@ class Params:
 
     Attributes:
         box: float64 [n, 4], the window x0, y0, x1, y1 in pixels of the picture after its EXIF orientation. It may
-            extend beyond the picture: black there.
+            extend beyond the picture.
         mirror_x: bool [n], mirrored left and right after resampling.
         mirror_y: bool [n], likewise top and bottom.
         size: (height, width) of the output.
         interpolation: "bilinear", "bicubic" or "lanczos", antialiased.
+        fill: red, green, blue of what lies outside the picture.
     """
 
     box: NDArray[np.float64]
@@ -386,6 +643,7 @@ class Params:
     mirror_y: NDArray[np.bool_]
     size: tuple[int, int]
     interpolation: str
+    fill: Colour = BLACK
 
     def __len__(self) -> int:
         return len(self.box)
@@ -416,9 +674,10 @@ def plan(
     Raises:
         ValueError: as `output_size`.
     """
-    height, width, interpolation = _outline(transforms)
+    outline = _outline(transforms)
+    size = _size(transforms, outline)
     geometry = Geometry.whole(heights, widths)
     for name, transform in named(transforms):
         u = uniforms(seed, epoch, name, first, len(heights), transform.draws)
         geometry = transform.apply(geometry, u)
-    return Params(geometry.box, geometry.x.mirror, geometry.y.mirror, (height, width), interpolation)
+    return Params(geometry.box, geometry.x.mirror, geometry.y.mirror, size, outline.interpolation, outline.fill)

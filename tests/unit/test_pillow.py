@@ -20,7 +20,10 @@ from headrace.pipeline.probe import BadPicture, probe
 from headrace.pipeline.spec import Decode
 from headrace.pipeline.transforms import (
     CenterCrop,
+    Letterbox,
+    Pad,
     Params,
+    RandomCrop,
     RandomHorizontalFlip,
     RandomResizedCrop,
     RandomVerticalFlip,
@@ -53,13 +56,18 @@ def show(data: bytes, transforms: Sequence[Transform] = (), first: int = 0) -> P
     return out
 
 
-def window(data: bytes, box: Sequence[float], size: tuple[int, int], interpolation: str = "bilinear") -> Pixels:
+def window(
+    data: bytes,
+    box: Sequence[float],
+    size: tuple[int, int],
+    interpolation: str = "bilinear",
+    fill: tuple[int, int, int] = (0, 0, 0),
+) -> Pixels:
     picture = probe(data, Decode())
     no = np.zeros(1, np.bool_)
     out = np.empty((*size, 3), np.uint8)
-    assert PillowBackend().render(
-        [picture], Params(np.array([box], float), no, no, size, interpolation), [out], lambda i: None
-    ) == [None]
+    params = Params(np.array([box], float), no, no, size, interpolation, fill)
+    assert PillowBackend().render([picture], params, [out], lambda i: None) == [None]
     return out
 
 
@@ -146,8 +154,45 @@ def test_a_picture_padded_after_resizing_is_as_torchvision_pads_it() -> None:
     np.testing.assert_array_equal(ours.any(axis=2), np.asarray(theirs).any(axis=2))
 
 
-def test_a_window_wholly_outside_the_picture_is_black() -> None:
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_padding_after_resizing_is_as_torchvision_pads_it_in_its_colour(mode: str) -> None:
+    t = torchvision("transforms")
+    picture = noise(61, 83).convert(mode)
+    theirs = t.Pad([3, 5, 7, 2], (9, 200, 30))(t.Resize((40, 50))(picture.convert("RGB")))
+    ours = show(encode(picture), [Resize((40, 50)), Pad([3, 5, 7, 2], (9, 200, 30))])
+    assert far(ours, theirs) <= 1
+    ours[5:45, 3:53] = np.asarray(theirs)[5:45, 3:53]
+    np.testing.assert_array_equal(ours, np.asarray(theirs))
+
+
+def test_a_random_crop_out_of_padding_is_a_copy_of_the_pixels() -> None:
+    picture, chain = noise(32, 32), [RandomCrop(32, padding=4, fill=17), RandomHorizontalFlip()]
+    framed = np.pad(np.asarray(picture), ((4, 4), (4, 4), (0, 0)), constant_values=17)
+    windows = [framed[y : y + 32, x : x + 32] for y in range(9) for x in range(9)]
+    expected = {w[:, ::step].tobytes() for w in windows for step in (1, -1)}
+    seen = {show(encode(picture), chain, first).tobytes() for first in range(40)}
+    assert seen <= expected and len(seen) > 20
+
+
+@pytest.mark.parametrize("height, width, top, left", [(30, 60, 10, 0), (60, 31, 0, 9), (7, 40, 16, 0)])
+def test_a_letterbox_has_the_whole_picture_in_the_middle(height: int, width: int, top: int, left: int) -> None:
+    picture = noise(height, width)
+    ours = show(encode(picture), [Letterbox(40, 114)])
+    inside = np.s_[top : 40 - top, left : 40 - left - (1 if left else 0)]
+    if height == 7:
+        inside = np.s_[16:23, :]
+        np.testing.assert_array_equal(ours[inside], np.asarray(picture))
+    size = ours[inside].shape[1::-1]
+    assert far(ours[inside], picture.resize(size, Image.Resampling.BILINEAR)) <= 1
+    ours[inside] = 114
+    assert (ours == 114).all()
+
+
+def test_a_window_wholly_outside_the_picture_is_fill() -> None:
     assert not window(encode(noise(10, 10)), (20, 20, 30, 30), (8, 8)).any()
+    for mode in ("RGB", "L"):
+        out = window(encode(noise(10, 10).convert(mode)), (20, 20, 30, 30), (8, 8), fill=(1, 2, 3))
+        assert (out == (1, 2, 3)).all()
 
 
 def test_pixels_of_the_result_are_black_where_their_middle_is_outside() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from headrace.errors import DatasetError
 from headrace.pipeline import render
@@ -24,8 +25,10 @@ SIZE = 24
 
 
 class Bench:
-    def __init__(self, folder: Path, cache: Path, *, chunk: int = 5, shuffle: bool = True) -> None:
-        transforms = [{"random_resized_crop": {"size": SIZE}}, "random_horizontal_flip"]
+    def __init__(
+        self, folder: Path, cache: Path, *, chunk: int = 5, shuffle: bool = True, transforms: object = None
+    ) -> None:
+        transforms = transforms or [{"random_resized_crop": {"size": SIZE}}, "random_horizontal_flip"]
         stream = {"dataset": {"folder": str(folder)}, "shuffle": shuffle, "chunk": chunk, "transforms": transforms}
         self.stream = Config.load({"streams": {"s": stream}}).streams["s"]
         self.index: Index = open_index(self.stream.dataset, cache)
@@ -109,6 +112,26 @@ def test_a_bad_picture_is_black_named_and_alone(bench: Callable[..., Bench], man
     [reject] = result.rejects
     assert (reject.row, reject.index, reject.path, reject.stage) == (3, 3, str(victim), "decode")
     assert not view.images[3].any() and view.status.tolist() == [Status.OK] * 3 + [Status.REJECTED] + [Status.OK] * 6
+
+
+def test_a_picture_too_small_for_the_transforms_is_a_reject_that_says_so(
+    bench: Callable[..., Bench], photos: Path
+) -> None:
+    smallest = min(picture_size(path)[0] for path in photos.glob("*/*"))
+    at = bench(photos, chunk=48, shuffle=False, transforms=[{"random_crop": {"size": [smallest + 1, 8], "fill": 9}}])
+    view = at.ring.views[0]
+    rejects = {reject.row: reject for reject in at.renderer.render(0, 0, view).rejects}
+    paths = [Path(os.fsdecode(at.index.full_path(row))) for row in range(48)]
+    assert set(rejects) == {row for row, path in enumerate(paths) if picture_size(path)[0] == smallest}
+    for row, reject in rejects.items():
+        assert reject.stage == "probe" and f"a picture of {smallest}x" in reject.reason
+        assert "pad_if_needed" in reject.reason
+        assert not view.images[row].any() and view.status[row] == Status.REJECTED
+
+
+def picture_size(path: Path) -> tuple[int, int]:
+    with Image.open(path) as picture:
+        return picture.height, picture.width
 
 
 def test_a_convicted_sample_is_rejected_unseen(bench: Callable[..., Bench], photos: Path) -> None:

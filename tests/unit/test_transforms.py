@@ -15,7 +15,10 @@ from headrace.errors import ConfigError
 from headrace.pipeline.transforms import (
     TRANSFORMS,
     CenterCrop,
+    Letterbox,
+    Pad,
     Params,
+    RandomCrop,
     RandomHorizontalFlip,
     RandomResizedCrop,
     RandomVerticalFlip,
@@ -25,6 +28,7 @@ from headrace.pipeline.transforms import (
     output_size,
     parse,
     plan,
+    unfit,
 )
 
 SIZES = [(853, 1280), (1280, 853), (375, 500), (224, 224), (1, 1), (1, 300), (300, 1), (2, 3), (17, 1000), (65500, 1)]
@@ -67,10 +71,25 @@ def test_defaults_are_those_of_torchvision() -> None:
     assert Resize(5).interpolation == t.Resize(5).interpolation.value
     assert RandomHorizontalFlip().p == t.RandomHorizontalFlip().p
     assert RandomVerticalFlip().p == t.RandomVerticalFlip().p
+    assert Resize(5).max_size is t.Resize(5).max_size is None
+    crop = t.RandomCrop(5)
+    assert (RandomCrop(5).pad_if_needed, RandomCrop(5).fill) == (crop.pad_if_needed, (crop.fill,) * 3)
+    assert RandomCrop(5) == RandomCrop(5, crop.padding)
+    assert Pad(5).fill == (t.Pad(5).fill,) * 3
 
 
 @pytest.mark.parametrize(
-    "transform", [Resize(256), Resize((3, 4), "lanczos"), CenterCrop(9), RandomResizedCrop(8, ratio=(1, 2))]
+    "transform",
+    [
+        Resize(256),
+        Resize((3, 4), "lanczos"),
+        Resize(None, max_size=9),
+        CenterCrop(9),
+        RandomResizedCrop(8, ratio=(1, 2)),
+        RandomCrop(32, 4, fill=114),
+        Pad([1, 2, 3, 4], [5, 6, 7]),
+        Letterbox(640, 114, False),
+    ],
 )
 def test_dump_and_parse_are_inverse_and_defaults_are_filled_in(transform: Transform) -> None:
     plain = transform.plain()
@@ -80,6 +99,9 @@ def test_dump_and_parse_are_inverse_and_defaults_are_filled_in(transform: Transf
 
 def test_equal_transforms_dump_equally_however_they_are_written() -> None:
     assert CenterCrop(5).plain() == CenterCrop([5, 5]).plain() == parse({"center_crop": {"size": [5]}}).plain()
+    assert Pad(3).plain() == Pad([3, 3]).plain() == Pad((3, 3, 3, 3), [0]).plain() == Pad(3, [0, 0, 0]).plain()
+    assert Pad([1, 2]).padding == Pad([1, 2, 1, 2]).padding
+    assert RandomCrop(4, None).plain() == RandomCrop(4, 0).plain()
 
 
 @pytest.mark.parametrize(
@@ -90,6 +112,10 @@ def test_equal_transforms_dump_equally_however_they_are_written() -> None:
         (7, "7 is not a transform: write a name or"),
         ({"a": {}, "b": {}}, "one per list item"),
         ({3: {}}, "3 is not a transform"),
+        ("normalize", "'normalize' is not a transform: mean and std stand in the stream's output"),
+        ({"Normalize": {"mean": [0], "std": [1]}}, "mean and std stand in the stream's output"),
+        ("ToTensor", "'ToTensor' is not a transform: leave it out"),
+        ("PILToTensor", "output: {dtype: uint8}"),
         ({"resize": 256}, "resize: 256 is not a mapping of arguments, which are size, interpolation"),
         ("resize", "resize: size: is required"),
     ],
@@ -107,10 +133,33 @@ BAD_ARGUMENTS: list[tuple[str, dict[str, Any], str]] = [
     ("resize", {"size": [1, 2, 3]}, "neither one number nor"),
     ("resize", {"size": 5, "interpolation": "nearest"}, "'bilinear', 'bicubic' or 'lanczos'"),
     ("resize", {"size": 5, "antialias": False}, "antialias: there is no such argument; there are size, interpolation"),
+    ("resize", {"size": None}, "size: may be null only where max_size is given"),
+    ("resize", {"size": [5, 6], "max_size": 7}, "max_size: belongs to a size of one number"),
+    ("resize", {"size": 7, "max_size": 7}, "max_size: 7 is of the longer side and must be larger than size, 7"),
+    ("resize", {"size": 7, "max_size": 0}, f"max_size: 0 {SIZE}"),
+    ("random_crop", {}, "size: is required"),
+    (
+        "random_crop",
+        {"size": 5, "padding": [1, 2, 3]},
+        r"padding: \[1, 2, 3\] is neither one number nor \[left and right",
+    ),
+    ("random_crop", {"size": 5, "padding": -1}, "padding: -1 is not a number of pixels from 0 to 16384"),
+    ("random_crop", {"size": 5, "pad_if_needed": 1}, "pad_if_needed: Input should be a valid boolean"),
+    ("random_crop", {"size": 5, "padding_mode": "reflect"}, "padding_mode: there is no such argument; .* constant"),
+    ("pad", {}, "padding: is required"),
+    ("pad", {"padding": 1.5}, "padding: 1.5 is not a number of pixels"),
+    ("pad", {"padding": 1, "fill": 256}, "fill: 256 is not a level from 0 to 255"),
+    ("pad", {"padding": 1, "fill": [1, 2]}, r"fill: \[1, 2\] is neither one level nor \[red, green, blue\]"),
+    ("pad", {"padding": 1, "fill": 0.5}, "fill: 0.5 is not a level"),
+    ("pad", {"padding": 1, "padding_mode": "edge"}, "padding_mode: there is no such argument; .* constant"),
+    ("letterbox", {"size": 0}, f"size: 0 {SIZE}"),
+    ("letterbox", {"size": 5, "fill": "grey"}, "fill: 'grey' is not a level"),
+    ("letterbox", {"size": 5, "scaleup": False}, "scaleup: there is no such argument; there are size, fill, upscale"),
     ("center_crop", {"size": -1}, f"size: -1 {SIZE}"),
     ("center_crop", {"size": "5"}, f"size: '5' {SIZE}"),
     ("random_resized_crop", {"size": 100_000}, SIZE),
-    ("random_resized_crop", {"size": 5, "scale": [1, 0.5]}, r"scale: \[1.0, 0.5\] is not \[min, max\]"),
+    ("random_resized_crop", {"size": 5, "scale": [1, 0.5]}, r"scale: \[1, 0.5\] is not \[min, max\]"),
+    ("random_resized_crop", {"size": 5, "scale": 0.08}, r"scale: 0.08 is not \[min, max\], two numbers"),
     ("random_resized_crop", {"size": 5, "scale": [0, 0]}, "0 <= min <= max"),
     ("random_resized_crop", {"size": 5, "ratio": [0, 1]}, "0 < min <= max"),
     ("random_resized_crop", {"size": 5, "ratio": [1, float("inf")]}, "0 < min <= max"),
@@ -140,6 +189,18 @@ def test_center_crop_bad_input_is_refused() -> None:
 
 def test_random_resized_crop_bad_input_is_refused() -> None:
     bad_arguments("random_resized_crop")
+
+
+def test_random_crop_bad_input_is_refused() -> None:
+    bad_arguments("random_crop")
+
+
+def test_pad_bad_input_is_refused() -> None:
+    bad_arguments("pad")
+
+
+def test_letterbox_bad_input_is_refused() -> None:
+    bad_arguments("letterbox")
 
 
 def test_random_horizontal_flip_bad_input_is_refused() -> None:
@@ -174,6 +235,15 @@ def test_a_transform_is_frozen() -> None:
         ([CenterCrop((40, 60)), Resize(20)], (20, 30)),
         ([CenterCrop(300), RandomResizedCrop(100), CenterCrop(90)], (90, 90)),
         ([RandomHorizontalFlip(), CenterCrop(7)], (7, 7)),
+        ([Resize(256, max_size=300), CenterCrop(224)], (224, 224)),
+        ([RandomCrop((32, 40), padding=4)], (32, 40)),
+        ([Pad(4), RandomHorizontalFlip(), RandomCrop(32, pad_if_needed=True)], (32, 32)),
+        ([RandomResizedCrop(64), RandomCrop(56), CenterCrop(50)], (50, 50)),
+        ([Resize((20, 30)), Pad([1, 2, 3, 4], 9)], (26, 34)),
+        ([CenterCrop(40), Resize(20, max_size=30)], (20, 20)),
+        ([Letterbox((64, 48), 114), RandomHorizontalFlip(), RandomCrop(32)], (32, 32)),
+        ([Letterbox((64, 48), 114), Pad(2, 114)], (68, 52)),
+        ([Resize(256), Pad(8, 114), CenterCrop(270)], (270, 270)),
     ],
 )
 def test_a_chain_that_folds_has_a_size(chain: list[Transform], size: tuple[int, int]) -> None:
@@ -193,6 +263,19 @@ def test_a_chain_that_folds_has_a_size(chain: list[Transform], size: tuple[int, 
             [RandomResizedCrop(224), CenterCrop(256)],
             "center_crop would pad to 256 pixels high what random_",
         ),
+        ([Pad(4), Resize((9, 9))], "resize would resample what pad has put around the picture.* Pad after resize"),
+        ([RandomCrop(32, padding=4), Resize(16)], "resize would resample what random_crop has put"),
+        ([RandomCrop(32, pad_if_needed=True), RandomResizedCrop(16)], "resample what random_crop has put"),
+        ([Letterbox(64), Resize((9, 9))], "letterbox and resize would each resample"),
+        ([CenterCrop(32), Pad(4)], "pad would pad what center_crop has cut; .* Pad before center_crop"),
+        ([RandomResizedCrop(32), RandomCrop(32, padding=4)], "random_crop would pad what random_resized_crop has cut"),
+        ([CenterCrop(32), Letterbox(64)], "letterbox would pad what center_crop has cut"),
+        ([RandomCrop(32), RandomCrop(64, pad_if_needed=True)], "random_crop.2 would pad what random_crop has cut"),
+        ([RandomResizedCrop(32), RandomCrop(33)], r"would cut \[33, 33\] pixels .* out of pictures that have 32 x 32"),
+        ([Pad(4, 114), CenterCrop(64)], r"pad puts \[114, 114, 114\] around the picture and center_crop \[0, 0, 0\]"),
+        ([Pad(4, 1), Pad(4, 2), CenterCrop(4)], r"pad puts \[1, 1, 1\] around the picture and pad.2 \[2, 2, 2\]"),
+        ([Pad(4), RandomHorizontalFlip()], "after pad, random_horizontal_flip the pictures have no fixed size"),
+        ([Resize((16384, 1)), Pad(1)], "16386x3 pixels are over the limit of 16384 a side"),
         ([CenterCrop(10), CenterCrop(20)], "center_crop.2 would pad to 20 pixels high what center_crop has cut to 10"),
     ],
 )
@@ -201,6 +284,30 @@ def test_a_chain_that_does_not_fold_is_refused_with_the_reason(chain: list[Trans
         output_size(chain)
     with pytest.raises(ValueError, match=text):
         planned(chain, SIZES)
+
+
+def test_what_lies_outside_has_the_colour_of_whoever_pads() -> None:
+    assert planned([Pad(4, 114), RandomCrop(32, 2, True, 114)], SIZES).fill == (114, 114, 114)
+    assert planned([Letterbox(32, [1, 2, 3])], SIZES).fill == (1, 2, 3)
+    assert planned([RandomResizedCrop(32)], SIZES).fill == (0, 0, 0)
+    # Here center_crop has nothing to pad, and so has pad.
+    assert planned([Resize(40), Pad(4, 114), CenterCrop(48)], SIZES).fill == (114, 114, 114)
+    assert planned([Pad(0, 5), CenterCrop(48)], SIZES).fill == (0, 0, 0)
+
+
+def test_a_picture_too_small_for_a_random_crop_is_refused_with_both_sizes() -> None:
+    chain = [RandomHorizontalFlip(), Resize(20), RandomCrop((24, 32), padding=2)]
+    assert unfit(chain, 100, 140) is None
+    assert unfit(chain, 100, 139) == (
+        "random_crop: a picture of 20x27 pixels (height x width), with its padding 24x31 is too small to cut 24x32 out "
+        "of it; pad_if_needed: true would pad it"
+    )
+    assert unfit([RandomCrop(8)], 7, 9) == (
+        "random_crop: a picture of 7x9 pixels (height x width) is too small to cut 8x8 out of it; pad_if_needed: true "
+        "would pad it"
+    )
+    assert unfit([RandomCrop(8, pad_if_needed=True)], 1, 1) is None
+    assert unfit([CenterCrop(8)], 1, 1) is None
 
 
 def test_interpolation_is_that_of_the_one_that_resamples() -> None:
@@ -263,6 +370,18 @@ def test_random_resized_crop_purity() -> None:
     pure(RandomResizedCrop(16))
 
 
+def test_random_crop_purity() -> None:
+    pure(RandomCrop(16))
+
+
+def test_pad_purity() -> None:
+    pure(Pad([1, 2, 3, 4]))
+
+
+def test_letterbox_purity() -> None:
+    pure(Letterbox(16))
+
+
 def test_random_horizontal_flip_purity() -> None:
     pure(RandomHorizontalFlip())
 
@@ -290,6 +409,102 @@ def test_resize_parity_of_sizes_with_torchvision(size: int) -> None:
         theirs = t.Resize(size)(Image.new("L", (width, height))).size[::-1]
         axes = Resize(size).apply(_geometry(height, width), np.zeros((1, 0)))
         assert (int(axes.y.pixels[0]), int(axes.x.pixels[0])) == theirs
+
+
+@pytest.mark.parametrize("size, max_size", [(7, 9), (224, 225), (256, 400), (None, 1), (None, 300), (5, None)])
+def test_resize_parity_of_max_size_with_torchvision(size: int | None, max_size: int | None) -> None:
+    v2 = torchvision("transforms.v2.functional")
+    for height, width in [*SIZES, (100, 101), (101, 100)]:
+        theirs = v2._geometry._compute_resized_output_size((height, width), size=size, max_size=max_size)
+        axes = Resize(size, max_size=max_size).apply(_geometry(height, width), np.zeros((1, 0)))
+        # A side without pixels torchvision would refuse to make.
+        assert [int(axes.y.pixels[0]), int(axes.x.pixels[0])] == [max(side, 1) for side in theirs]
+
+
+def shown(chain: Sequence[Transform], source: NDArray[np.uint8], position: int = 0) -> NDArray[np.uint8]:
+    """What a chain that does not resample makes of a picture with one channel, by its window alone."""
+    params = plan(chain, 0, 0, position, *(np.array([side]) for side in source.shape))
+    x0, y0, x1, y1 = (int(v) for v in params.box[0])
+    frame = 100
+    framed = np.pad(source, frame, constant_values=params.fill[0])
+    return framed[y0 + frame : y1 + frame, x0 + frame : x1 + frame]
+
+
+@pytest.mark.parametrize("padding", [0, 3, [2, 5], [1, 2, 3, 4], [7]])
+@pytest.mark.parametrize("fill", [0, 200])
+def test_pad_parity_with_torchvision_to_the_pixel(padding: Any, fill: int) -> None:
+    t = torchvision("transforms")
+    for height, width in ((5, 5), (4, 7), (1, 1)):
+        source = np.arange(1, height * width + 1, dtype=np.uint8).reshape(height, width)
+        theirs = np.asarray(t.Pad(padding, fill)(Image.fromarray(source)))
+        crop = [*theirs.shape]
+        np.testing.assert_array_equal(shown([Pad(padding, fill), RandomCrop(crop)], source), theirs)
+
+
+@pytest.mark.parametrize("api", ["transforms", "transforms.v2"])
+@pytest.mark.parametrize("size", [(8, 8), (3, 9), (20, 4), (5, 7)])
+@pytest.mark.parametrize("padding", [None, 4, [3, 9, 5, 7]])
+def test_random_crop_parity_with_torchvision_given_the_same_numbers(
+    size: tuple[int, int], padding: Any, api: str, torch_reads: Any
+) -> None:
+    t = torchvision(api)
+    for position, (height, width) in enumerate([(20, 30), (8, 8), (5, 7), (3, 20), (12, 2), (1, 1)]):
+        source = np.arange(1, height * width + 1, dtype=np.uint8).reshape(height, width)
+        ours = shown([RandomCrop(size, padding, True, 250)], source, position)
+        top, left = uniforms(0, 0, "random_crop", position, 1, RandomCrop.draws)[0]
+        # Where a side leaves no choice the second version draws nothing for it.
+        drawn = [
+            u
+            for u, free in ((top, _free(height, size[0], padding, 1)), (left, _free(width, size[1], padding, 0)))
+            if free
+        ]
+        torch_reads(np.zeros(0), drawn if api.endswith("v2") else [top, left])
+        theirs = t.RandomCrop(size, padding, pad_if_needed=True, fill=250)(Image.fromarray(source))
+        np.testing.assert_array_equal(ours, np.asarray(theirs))
+
+
+def _free(side: int, wanted: int, padding: Any, first: int) -> bool:
+    around = [0] * 4 if padding is None else [padding] * 4 if isinstance(padding, int) else padding
+    return side + around[first] + around[first + 2] != wanted
+
+
+@pytest.mark.parametrize("padding", [None, 1])
+def test_random_crop_parity_with_torchvision_in_what_is_too_small(padding: Any, torch_reads: Any) -> None:
+    t = torchvision("transforms.v2")
+    for height, width in ((8, 8), (7, 9), (6, 6), (5, 20), (20, 5)):
+        torch_reads(np.zeros(0), [0.0, 0.0])
+        try:
+            t.RandomCrop(8, padding)(Image.new("L", (width, height)))
+            assert unfit([RandomCrop(8, padding)], height, width) is None
+        except ValueError:
+            assert unfit([RandomCrop(8, padding)], height, width)
+
+
+def test_random_crop_has_every_place_equally_often() -> None:
+    box = planned([RandomCrop(8)], [(10, 12)] * 9000).box
+    places, counts = np.unique(box[:, :2], axis=0, return_counts=True)
+    # 15 of them, with a standard deviation of 24 each.
+    assert len(places) == 15 and np.abs(counts - 600).max() < 120
+
+
+@pytest.mark.parametrize("size", [(640, 640), (384, 640), (5, 5)])
+@pytest.mark.parametrize("upscale", [True, False])
+def test_letterbox_parity_with_the_rule_of_yolo(size: tuple[int, int], upscale: bool) -> None:
+    for height, width in SIZES:
+        # As letterbox() of YOLOv5 writes it, `auto` off, but that no side is without pixels.
+        r = min(size[0] / height, size[1] / width)
+        r = r if upscale else min(r, 1.0)
+        new_w, new_h = max(round(width * r), 1), max(round(height * r), 1)
+        dw, dh = (size[1] - new_w) / 2, (size[0] - new_h) / 2
+        top, left = round(dh - 0.1), round(dw - 0.1)
+        geometry = Letterbox(size, 114, upscale).apply(_geometry(height, width), np.zeros((1, 0)))
+        for axis, side, inside, before, whole in (
+            (geometry.y, size[0], new_h, top, height),
+            (geometry.x, size[1], new_w, left, width),
+        ):
+            assert int(axis.pixels[0]) == side
+            step = whole / inside
+            np.testing.assert_allclose([axis.low[0], axis.high[0]], [-before * step, (side - before) * step])
 
 
 def _geometry(height: int, width: int) -> Any:
@@ -322,9 +537,11 @@ def torch_reads(monkeypatch: pytest.MonkeyPatch) -> Any:
             return self.fill_(float(low) + (float(high) - float(low)) * next(left))
 
         monkeypatch.setattr(torch.Tensor, "uniform_", uniform)
-        monkeypatch.setattr(
-            torch, "randint", lambda low, high, size: torch.tensor([low + int(next(whole) * (high - low))])
-        )
+
+        def randint(low: int, high: int, size: Sequence[int]) -> Any:
+            return torch.full(tuple(size), low + int(next(whole) * (high - low)))
+
+        monkeypatch.setattr(torch, "randint", randint)
         monkeypatch.setattr(torch, "rand", lambda n: torch.tensor([next(left)]))
 
     return reads
