@@ -1,6 +1,8 @@
 """Who gets which chunk, and what is computed next, for one stream. Plain state: no sockets, no clock.
 
-A session's request is *pending* until its chunk is delivered, which is a lease, which ends with its release.
+A session's request is *pending* until its chunk is delivered, which is a lease, which ends with its release. A session
+whose rows were sent away may end before they have left: it asks for nothing any more, and stays until its last lease
+has ended, so that what a reader holds who came, took and went is counted.
 
 Windows. With `spare` = slots less the chunks that can be in flight at the workers, each session may hold
 max(1, spare // sessions) leases: a reader that has stopped in the middle of a copy keeps those slots, and as long as
@@ -14,9 +16,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace.protocol import MAX_OUTSTANDING, RowReject
 from headrace.server.cache import Address, Cache, History, Slot, State
+
+
+class Wanted(NamedTuple):
+    """What a request is for: rows `first` to `first + count - 1` of a chunk."""
+
+    address: Address
+    first: int = 0
+    count: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -24,22 +35,28 @@ class Session:
     """One reader of the stream.
 
     Attributes:
-        pending: request → address, oldest first.
+        pending: by request, oldest first.
         ready: of these, the ones whose chunk was there when it was looked at last.
         leases: request → slot.
+        ended: it stays only for its leases.
     """
 
     name: str
-    pending: OrderedDict[int, Address] = field(default_factory=OrderedDict)
+    pending: OrderedDict[int, Wanted] = field(default_factory=OrderedDict)
     ready: set[int] = field(default_factory=set)
     leases: dict[int, Slot] = field(default_factory=dict)
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
+    """A chunk that was leased to a session; `first` and `count` are the rows that it asked for."""
+
     session: Session
     request: int
     slot: Slot
+    first: int
+    count: int
 
 
 @dataclass(slots=True)
@@ -93,12 +110,17 @@ class Desk:
 
     def leave(self, session: Session) -> None:
         """The session's end is proved: its reader is dead or has closed the mapping."""
+        self.end(session)
         for request in list(session.leases):
             self.release(session, request)
-        self.cancel(session)
-        del self._sessions[session]
 
-    def get(self, session: Session, request: int, address: Address) -> None:
+    def end(self, session: Session) -> None:
+        """The session wants nothing any more; what it has leased is released one by one."""
+        self.cancel(session)
+        session.ended = True
+        self._drop_ended(session)
+
+    def get(self, session: Session, request: int, address: Address, first: int = 0, count: int = 0) -> None:
         """Note a request.
 
         Raises:
@@ -106,7 +128,7 @@ class Desk:
         """
         if request in session.pending or request in session.leases:
             raise ValueError(f"request {request} is in use")
-        session.pending[request] = address
+        session.pending[request] = Wanted(address, first, count)
         self._waiters.setdefault(address, set()).add((session, request))
         if (slot := self.cache.find(address)) is not None and slot.state is State.READY:
             session.ready.add(request)
@@ -120,6 +142,7 @@ class Desk:
         """The reader is done with a delivery. An unknown number is ignored: the session may have been reset."""
         if (slot := session.leases.pop(request, None)) is not None:
             self.cache.release(slot, (session, request))
+            self._drop_ended(session)
 
     def deliveries(self) -> list[Delivery]:
         """Lease every ready chunk that somebody waits for and may hold."""
@@ -130,14 +153,15 @@ class Desk:
                 if len(session.leases) >= share:
                     break
                 session.ready.discard(request)
-                slot = self.cache.find(session.pending[request])
+                wanted = session.pending[request]
+                slot = self.cache.find(wanted.address)
                 if slot is None or slot.state is not State.READY:
                     continue  # evicted meanwhile; it is ready again when it was computed again
                 self.cache.lease(slot, (session, request))
                 session.leases[request] = slot
                 self._done(session, request)
                 self.counters.delivered += 1
-                found.append(Delivery(session, request, slot))
+                found.append(Delivery(session, request, slot, wanted.first, wanted.count))
         return found
 
     def next_fill(self) -> Slot | None:
@@ -177,8 +201,8 @@ class Desk:
         """Nothing is computed any more: every request whose chunk is not there; whom to tell."""
         told = []
         for session in self._sessions:
-            for request, address in list(session.pending.items()):
-                slot = self.cache.find(address)
+            for request, wanted in list(session.pending.items()):
+                slot = self.cache.find(wanted.address)
                 if slot is None or slot.state is not State.READY:
                     self._done(session, request)
                     told.append((session, request))
@@ -188,15 +212,19 @@ class Desk:
         if len(session.leases) >= self.share:
             return None
         room = self.window - len(session.leases)
-        for under_way, address in enumerate(session.pending.values()):
+        for under_way, wanted in enumerate(session.pending.values()):
             if under_way >= room:
                 return None
-            if self.cache.find(address) is None:
-                return address
+            if self.cache.find(wanted.address) is None:
+                return wanted.address
         return None
 
+    def _drop_ended(self, session: Session) -> None:
+        if session.ended and not session.leases:
+            self._sessions.pop(session, None)
+
     def _done(self, session: Session, request: int) -> None:
-        address = session.pending.pop(request)
+        address = session.pending.pop(request).address
         session.ready.discard(request)
         waiters = self._waiters[address]
         waiters.remove((session, request))

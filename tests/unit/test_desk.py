@@ -101,6 +101,37 @@ def test_what_a_dead_session_held_is_free_and_what_it_wanted_is_forgotten() -> N
     assert compute(at) == (0, 5)
 
 
+def test_a_session_that_has_ended_counts_until_its_last_lease_has_ended() -> None:
+    at = desk(slots=4, in_flight=2)
+    gone, other = join(at, "gone"), join(at, "other")
+    at.get(gone, 1, (0, 0))
+    compute(at)
+    [delivery] = at.deliveries()
+    at.get(gone, 2, (0, 1))
+    at.end(gone)
+    assert delivery.slot.leases and set(at.sessions) == {gone, other} and at.share == 1
+    assert at.next_fill() is None and at.deliveries() == []
+    at.release(gone, 1)
+    assert not delivery.slot.leases and at.sessions == [other] and at.share == 2
+
+
+def test_a_session_that_ends_and_reads_nothing_is_gone_at_once() -> None:
+    at = desk()
+    session = join(at, "a")
+    at.get(session, 1, (0, 0))
+    at.end(session)
+    assert at.sessions == [] and at.next_fill() is None
+
+
+def test_a_delivery_says_which_rows_were_asked_for() -> None:
+    at = desk()
+    a, b = join(at, "a"), join(at, "b")
+    at.get(a, 1, (0, 0), first=1, count=2)
+    at.get(b, 1, (0, 0))
+    compute(at)
+    assert sorted((d.session.name, d.first, d.count) for d in at.deliveries()) == [("a", 1, 2), ("b", 0, 0)]
+
+
 def test_a_cancelled_request_is_not_computed_and_a_delivered_one_must_still_be_released() -> None:
     at = desk()
     a = join(at, "a")
@@ -230,6 +261,15 @@ class Parties(RuleBasedStateMachine):
         self.asked = {k: v for k, v in self.asked.items() if k[0] is not session}
 
     @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """It wants nothing more; what it has goes on being read."""
+        session = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.desk.end(session)
+        self.asked = {k: v for k, v in self.asked.items() if k[0] is not session}
+        assert (session in self.desk.sessions) == any(d.session is session for d, _ in self.reading)
+
+    @precondition(lambda self: self.live)
     @rule()
     def everybody_keeps_going(self) -> None:
         """While all read and answer, everything asked for arrives in a bounded number of rounds."""
@@ -250,7 +290,7 @@ class Parties(RuleBasedStateMachine):
     @invariant()
     def what_is_wanted_is_what_is_pending(self) -> None:
         if hasattr(self, "desk"):
-            pending = {(s, n): a for s in self.desk.sessions for n, a in s.pending.items()}
+            pending = {(s, n): w.address for s in self.desk.sessions for n, w in s.pending.items()}
             assert pending == self.asked
 
 
