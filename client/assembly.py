@@ -158,6 +158,7 @@ class Assembly:
         self._queue: list[Want] = []
         self._queued: dict[int, Want] = {}
         self._failed: dict[Want, HeadraceError] = {}
+        self._retry: list[Want] = []
         self._spoiled: Reject | None = None
         if self.done:
             counts.dropped += steps.dropped(start)
@@ -194,6 +195,7 @@ class Assembly:
         self._queue.clear()
         self._queued.clear()
         self._failed.clear()
+        self._retry.clear()
 
     def again(self, wants: Iterable[Want]) -> None:
         """These requests came to nothing: the chunks are wanted again."""
@@ -259,7 +261,7 @@ class Assembly:
         return list(complete)
 
     def failed(self, want: Want, error: HeadraceError) -> None:
-        """The chunk cannot be had; said by `take` when the first batch that needs it is due, then tried again."""
+        """The chunk cannot be had: said by `take` once its first batch is due, and tried again with the next `take`."""
         self._failed[want] = error
 
     def _reject(self, draft: Draft, row: int, bad: RowReject) -> None:
@@ -317,12 +319,15 @@ class Assembly:
         """
         if self.handed is not None:
             return self.handed
+        self._queue += self._retry
+        self._retry.clear()
         draft = self._drafts.get(self.taken)
         if draft is None:
             return None
         for want, error in self._failed.items():
             if self.waiting(want):
-                self._queue.append(want)
+                # Asked for at once it would fail again before whoever is told now has mended what is wrong.
+                self._retry.append(want)
                 del self._failed[want]
                 raise error
         self._check_rejects(draft)

@@ -104,6 +104,7 @@ class Driver:
                 self.assembly.handed = None
                 self.lent -= len(self.steps.block(self.start, batch.step))
                 return batch
+            self.ask()  # what failed before is wanted again from now on
             assert self.outstanding, "nothing is outstanding and no batch is ready: it would wait for ever"
             self.arrive(self.random.choice(self.outstanding))
 
@@ -449,6 +450,8 @@ def test_a_chunk_that_failed_is_told_when_its_batch_is_due_and_then_tried_again(
     with pytest.raises(DatasetError, match=r"5\.jpg"):
         driver.next()
     assert driver.assembly.state == (2, 4)
+    driver.ask()
+    assert 1 not in {w.chunk for w in driver.outstanding}, "whoever was told can mend it before it is tried again"
     assert [plain_rows(b) for b in driver.epoch_of()] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
