@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -27,6 +29,8 @@ from headrace.errors import ConfigError, HeadraceError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 stderr = Console(stderr=True)
+#: Seconds between two lines about something that takes long.
+_PACE = 30.0
 log = logging.getLogger("headrace")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="the YAML file", show_default=False)]
@@ -200,6 +204,36 @@ def _position(at: str) -> tuple[int, int]:
 
 
 @app.command()
+def verify(
+    config: ConfigFile,
+    stream: Annotated[str | None, typer.Option(help="only this one")] = None,
+    output: Annotated[Path | None, typer.Option("-o", help="the CSV file to write, instead of standard output")] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="do not go on where an interrupted run was")] = False,
+) -> int:
+    """Read and decode everything; list what would be rejected, as CSV. Exit status 1 if there is any."""
+    from headrace.pipeline.spec import Config
+    from headrace.server.verify import Interrupted, Target, Verification, table
+
+    loaded = Config.load(config)
+    names = list(loaded.streams) if stream is None else [loaded.stream(stream)[0]]
+    with Verification(loaded, names, _progress, restart=restart) as run:
+        target = None if output is None else Target(output, run.roots)
+        try:
+            run.run()
+        except Interrupted as interrupted:
+            raise typer.Exit(128 + interrupted.number) from None
+        if target is not None:
+            target.write(table(run.findings()))
+        else:
+            with contextlib.suppress(typer.Exit):  # nobody reads it to its end
+                rest = table(run.findings())
+                while lines := list(itertools.islice(rest, 1000)):
+                    _out(*lines)
+        run.finish()
+        return int(run.found > 0)
+
+
+@app.command()
 def ping(address: Address, timeout: Annotated[float, typer.Option(min=0.001, help="seconds to wait")] = 5.0) -> None:
     """Ask a daemon whether it is usable."""
     from headrace.ping import ping as ask
@@ -254,15 +288,20 @@ def _out(*lines: str) -> None:
 class _Reporter:
     def __init__(self, bar: Progress, what: str) -> None:
         self._bar = bar
+        self._what = what
         self._task = bar.add_task(what, total=None)
+        self._said = time.monotonic()
 
-    def __call__(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total or None)
+    def __call__(self, done: int, total: int, note: str = "") -> None:
+        self._bar.update(self._task, completed=done, total=total or None, description=self._what + note)
+        if self._bar.disable and time.monotonic() - self._said >= _PACE:
+            self._said = time.monotonic()
+            log.info("%s: %d of %s%s", self._what, done, total or "?", note)
 
 
 @contextlib.contextmanager
 def _progress(what: str) -> Iterator[_Reporter]:
-    """A progress bar on standard error, shown only on a terminal and gone when done."""
+    """A progress bar on standard error, gone when done; where that is no terminal, a line in the log now and then."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -7,7 +7,7 @@ alone; and only a row that was being rendered alone when its worker died, twice,
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from headrace.protocol import RowReject
 
@@ -24,12 +24,12 @@ class GaveUp(Exception):
 class Fill:
     """
     Args:
-        rows: how many rows the chunk has.
+        rows: of the chunk that are wanted.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: Iterable[int]) -> None:
         self.rejects: list[RowReject] = []
-        self._todo = set(range(rows))
+        self._todo = set(rows)
         self._strikes: dict[int, int] = {}
         self._unexplained = 0
 

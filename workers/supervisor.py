@@ -54,6 +54,7 @@ class Job:
     Attributes:
         stream: the stream's number.
         rows: how many rows the chunk has.
+        only: the rows that are wanted; None for all.
     """
 
     stream: int
@@ -61,11 +62,12 @@ class Job:
     chunk: int
     slot: int
     rows: int
+    only: tuple[int, ...] | None = None
     fill: Fill = field(init=False)
     part: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        self.fill = Fill(self.rows)
+        self.fill = Fill(range(self.rows) if self.only is None else self.only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,11 @@ class Supervisor:
     @property
     def pids(self) -> list[int]:
         return [worker.child.pid for worker in self._workers]
+
+    @property
+    def ready(self) -> int:
+        """Workers that have started, at work or not."""
+        return sum(worker.render_id is not None for worker in self._workers)
 
     @property
     def idle(self) -> bool:

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 
 from headrace.channel import Channel, Closed
-from headrace.errors import to_wire
+from headrace.errors import HeadraceError, to_wire
 from headrace.pipeline.backend import Backend, make
 from headrace.pipeline.index import Index
 from headrace.pipeline.render import ChunkRenderer
@@ -77,6 +77,10 @@ class Worker:
         at = self._streams[task.stream]
         try:
             done = at.renderer.render(task.epoch, task.chunk, at.ring.views[task.slot], task.rows, at.convicted)
+        except HeadraceError as error:
+            log.error("chunk %d of epoch %d failed: %s", task.chunk, task.epoch, error)
+            kind, text = to_wire(error)
+            return RenderFailed(kind=kind, text=text)
         except Exception as error:  # whatever it is, this chunk's readers are told and the next task is taken
             log.exception("chunk %d of epoch %d failed", task.chunk, task.epoch)
             kind, text = to_wire(error)

@@ -11,14 +11,14 @@ from headrace.workers.fill import UNEXPLAINED, Fill, GaveUp
 
 
 def test_a_chunk_that_nobody_dies_over_is_one_part() -> None:
-    fill = Fill(4)
+    fill = Fill(range(4))
     assert fill.part() == (0, 1, 2, 3)
     fill.rendered(fill.part(), [])
     assert fill.done
 
 
 def test_after_a_death_the_suspect_is_rendered_last_and_alone() -> None:
-    fill = Fill(4)
+    fill = Fill(range(4))
     assert fill.died(fill.part(), [1]) is None
     assert fill.part() == (0, 2, 3)
     fill.rendered((0, 2, 3), [])
@@ -28,7 +28,7 @@ def test_after_a_death_the_suspect_is_rendered_last_and_alone() -> None:
 
 
 def test_a_row_is_convicted_only_by_two_deaths_while_it_is_rendered_alone() -> None:
-    fill = Fill(3)
+    fill = Fill(range(3))
     assert fill.died((0, 1, 2), [2]) is None
     fill.rendered((0, 1), [])
     assert fill.died((2,), [2]) is None
@@ -41,7 +41,7 @@ def test_a_row_is_convicted_only_by_two_deaths_while_it_is_rendered_alone() -> N
 
 
 def test_every_row_begun_by_a_backend_that_renders_several_at_once_is_a_suspect() -> None:
-    fill = Fill(4)
+    fill = Fill(range(4))
     fill.died((0, 1, 2, 3), [0, 1, 2, 3])
     assert fill.suspects == {0, 1, 2, 3}
     parts = []
@@ -53,13 +53,13 @@ def test_every_row_begun_by_a_backend_that_renders_several_at_once_is_a_suspect(
 
 def test_rows_finished_before_a_death_are_rendered_again() -> None:
     # A row counts as done only when its worker has answered for it.
-    fill = Fill(4)
+    fill = Fill(range(4))
     fill.died((0, 1, 2, 3), [3])
     assert fill.part() == (0, 1, 2)
 
 
 def test_a_stale_mark_outside_the_part_convicts_nobody() -> None:
-    fill = Fill(3)
+    fill = Fill(range(3))
     fill.died((0, 1, 2), [0])
     assert fill.part() == (1, 2)
     assert fill.died((1, 2), [0]) is None
@@ -68,7 +68,7 @@ def test_a_stale_mark_outside_the_part_convicts_nobody() -> None:
 
 
 def test_deaths_that_no_row_explains_end_the_chunk() -> None:
-    fill = Fill(2)
+    fill = Fill(range(2))
     for _ in range(UNEXPLAINED - 1):
         fill.died(fill.part(), [])
     with pytest.raises(GaveUp, match=f"{UNEXPLAINED} workers"):
@@ -77,7 +77,7 @@ def test_deaths_that_no_row_explains_end_the_chunk() -> None:
 
 @given(st.data(), st.integers(1, 12))
 def test_no_row_is_lost_or_done_twice_and_a_good_row_needs_two_deaths_alone(data: st.DataObject, rows: int) -> None:
-    fill = Fill(rows)
+    fill = Fill(range(rows))
     answered: list[int] = []
     alone: dict[int, int] = {}
     for _ in range(60):
