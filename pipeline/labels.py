@@ -1,8 +1,8 @@
 """Labels and further values of samples: from what stands in a list, a .cls or a .json to arrays.
 
-Labels of a data set are of one kind: numbers, vectors of numbers, names of classes, several classes each, or texts. What
-does not fit to those before it is refused, never bent: 7 and "seven" are no two labels of one kind. What is kept of a
-sample are a few bytes, whatever its source, so that millions of them fit into memory.
+Labels of a data set are of one kind: numbers, vectors of numbers, names of classes, several classes each, or texts.
+What does not fit to those before it is refused, never bent: 7 and "seven" are no two labels of one kind. What is kept
+of a sample are a few bytes, whatever its source, so that millions of them fit into memory.
 """
 
 from __future__ import annotations
@@ -141,6 +141,8 @@ class LabelColumn:
 
     def _form_of(self, value: object) -> _Form:
         """What the value is, or is to be taken for."""
+        if self._cells and isinstance(value, list):
+            return _Form.VECTOR
         if self._cells and isinstance(value, str):
             if self.kind == "auto":
                 if not value:
@@ -175,7 +177,7 @@ class LabelColumn:
             first, it = self._first
             hint = "; `labels: class` takes every label as a name" if {form, self._form} == _NUMBERS_AND_NAMES else ""
             raise ValueError(
-                f"label {show(value)} is {form.value}, but that of {first}, {it}, {self._form.value}{hint}"
+                f"label {show(value)} is {form.value}, but that of {first}, {it}, is {self._form.value}{hint}"
             )
         if not self._first[0]:
             self._first = where, show(value)
@@ -298,10 +300,8 @@ def _kept(
 def _refuse_absent(absent: list[str], there: dict[str, int]) -> None:
     if absent:
         have = sorted(there)
-        more = f" and {len(have) - 10} more" if len(have) > 10 else ""
-        raise DatasetError(
-            f"classes: no label is {', '.join(map(show, absent[:10]))}; there is {', '.join(map(show, have[:10]))}{more}"
-        )
+        some = ", ".join(map(show, have[:10])) + (f" and {len(have) - 10} more" if len(have) > 10 else "")
+        raise DatasetError(f"classes: no label is {', '.join(map(show, absent[:10]))}; there is {some}")
 
 
 def _name(value: object) -> str:
