@@ -212,7 +212,8 @@ def verify(
 ) -> int:
     """Read and decode everything; list what would be rejected, as CSV. Exit status 1 if there is any."""
     from headrace.pipeline.spec import Config
-    from headrace.server.verify import Interrupted, Target, Verification, table
+    from headrace.server.findings import Target, table
+    from headrace.server.verify import Interrupted, Verification
 
     loaded = Config.load(config)
     names = list(loaded.streams) if stream is None else [loaded.stream(stream)[0]]

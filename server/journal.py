@@ -20,11 +20,9 @@ from typing import Any, Self
 import msgspec
 
 from headrace.errors import ConfigError
+from headrace.server.tally import Found
 
 log = logging.getLogger(__name__)
-
-#: What was found in a chunk: (row, stage, reason) each.
-Found = list[tuple[int, str, str]]
 
 _line = msgspec.json.Decoder(tuple[int, Found])
 

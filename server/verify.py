@@ -8,18 +8,13 @@ depends on neither order, window nor chunk, so the listing is taken line by line
 from __future__ import annotations
 
 import contextlib
-import csv
 import hashlib
-import io
-import itertools
 import json
 import logging
 import os
-import secrets
 import signal
 import stat
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
@@ -32,12 +27,14 @@ import numpy as np
 from headrace import __version__
 from headrace.errors import ConfigError, DeadlineError, HeadraceError
 from headrace.pipeline.dataset import open_index
-from headrace.pipeline.index import Index, shown
+from headrace.pipeline.index import Index
 from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.spec import Config, Stream
 from headrace.server import ring_size
-from headrace.server.journal import Found, Journal
+from headrace.server.findings import Finding
+from headrace.server.journal import Journal
 from headrace.server.signals import Signals
+from headrace.server.tally import ERROR, Found, Tally
 from headrace.slots import Ring
 from headrace.workers.cpus import worker_count
 from headrace.workers.loop import Loop
@@ -55,10 +52,6 @@ from headrace.workers.supervisor import (
 
 log = logging.getLogger(__name__)
 
-#: The columns of the list.
-COLUMNS = ("stream", "index", "path", "stage", "reason")
-#: The stage of a file without a verdict: it cannot be read, or has changed. No reject has it.
-ERROR = "error"
 #: The stage of a reject that the ledger is the reason for.
 _WORKER = "worker"
 
@@ -70,8 +63,6 @@ _TICK = 1.0
 #: Seconds that the first worker may take to start, or the next one when all have died.
 _START_TIMEOUT = 120.0
 _STAT_THREADS = 16
-
-Finding = tuple[str, int, str, str, str]
 
 
 class Progress(Protocol):
@@ -90,76 +81,6 @@ class Interrupted(Exception):
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
         self.number = number
-
-
-class Tally:
-    """Which chunks are judged, which rows are to be judged next, and what was found. Plain state.
-
-    When a chunk fails because *a* sample could not be read, nothing is known of the others: each of its rows is then
-    judged alone.
-
-    Args:
-        samples: of the listing.
-        chunk: samples that are judged together.
-    """
-
-    def __init__(self, samples: int, chunk: int) -> None:
-        self.samples = samples
-        self.chunk = chunk
-        self.chunks = -(-samples // chunk)
-        self.judged = 0
-        self.stages: Counter[str] = Counter()
-        self._done = np.zeros(self.chunks, bool)
-        self._found: dict[int, Found] = {}
-        self._next = 0
-        self._alone: deque[tuple[int, tuple[int, ...]]] = deque()
-        self._partly: dict[int, tuple[int, Found]] = {}  # chunk judged row by row → rows left, found so far
-
-    def rows(self, chunk: int) -> int:
-        return min(self.chunk, self.samples - chunk * self.chunk)
-
-    def take(self) -> tuple[int, tuple[int, ...] | None] | None:
-        """The next chunk to be judged, and the rows of it (None: all); None if nothing is left to be taken."""
-        if self._alone:
-            return self._alone.popleft()
-        while self._next < self.chunks:
-            chunk, self._next = self._next, self._next + 1
-            if not self._done[chunk]:
-                return chunk, None
-        return None
-
-    def settle(self, chunk: int, only: Sequence[int] | None, found: Found) -> Found | None:
-        """The rows are judged.
-
-        Returns:
-            What was found in the whole chunk, once all of it is judged.
-        """
-        count = self.rows(chunk) if only is None else len(only)
-        self.judged += count
-        self.stages.update(stage for _, stage, _ in found)
-        left, before = self._partly.pop(chunk, (self.rows(chunk), []))
-        found = sorted(before + found)
-        if left > count:
-            self._partly[chunk] = left - count, found
-            return None
-        self._done[chunk] = True
-        if found:
-            self._found[chunk] = found
-        return found
-
-    def fail(self, chunk: int, only: Sequence[int] | None, reason: str) -> Found | None:
-        """A row of these could not be judged. Returns as `settle`."""
-        rows = range(self.rows(chunk)) if only is None else only
-        if len(rows) == 1:
-            return self.settle(chunk, rows, [(rows[0], ERROR, reason)])
-        self._alone += ((chunk, (row,)) for row in rows)
-        return None
-
-    def found(self) -> Iterator[tuple[int, str, str]]:
-        """(index, stage, reason) in the order of the listing."""
-        for chunk in sorted(self._found):
-            for row, stage, reason in self._found[chunk]:
-                yield chunk * self.chunk + row, stage, reason
 
 
 @dataclass(slots=True)
@@ -473,65 +394,3 @@ def _unchanged(index: Index, i: int) -> bool:
         return False
     same = now.st_size == index.sizes[i] and now.st_mtime_ns == index.mtimes_ns[i]
     return bool(same) and stat.S_ISREG(now.st_mode)
-
-
-# -- the list -----------------------------------------------------------------------------------------------
-
-
-def table(findings: Iterable[Finding]) -> Iterator[str]:
-    """The list as lines of CSV, the first one naming the columns."""
-    for row in itertools.chain([COLUMNS], findings):
-        line = io.StringIO()
-        csv.writer(line, lineterminator="").writerow(row)
-        yield line.getvalue()
-
-
-class Target:
-    """The file that the list is to be in: replaced at once, or not at all.
-
-    Args:
-        roots: of data sets, which are never written to.
-
-    Raises:
-        ConfigError: it cannot be written, or is something else than such a list.
-    """
-
-    def __init__(self, file: Path, roots: Iterable[bytes]) -> None:
-        self._file = Path(os.path.realpath(file))
-        folder = self._file.parent
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(f"{file}: {folder} is no folder that may be written to")
-        for root in roots:
-            if os.path.join(os.fsencode(folder), b"").startswith(os.path.join(root, b"")):
-                raise ConfigError(f"{file}: it would lie in the data set {shown(root)}, which is never written to")
-        if self._file.exists() and not self._is_list():
-            raise ConfigError(f"{file}: it exists and is no list of `headrace verify`, so it is not replaced")
-
-    def _is_list(self) -> bool:
-        head = (",".join(COLUMNS) + "\n").encode()
-        try:
-            if not self._file.is_file():
-                return False
-            with self._file.open("rb") as file:
-                return file.read(len(head)) in (head, b"")
-        except OSError:
-            return False
-
-    def write(self, lines: Iterable[str]) -> None:
-        """
-        Raises:
-            HeadraceError: it cannot be written.
-        """
-        partial = self._file.with_name(f".{self._file.name[:100]}.{secrets.token_hex(4)}.partial")
-        try:
-            with open(partial, "x", encoding="utf-8", newline="") as file:
-                try:
-                    file.writelines(f"{line}\n" for line in lines)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    os.rename(partial, self._file)
-                except BaseException:
-                    partial.unlink()
-                    raise
-        except OSError as error:
-            raise HeadraceError(f"{self._file}: cannot be written: {error.strerror}") from error
