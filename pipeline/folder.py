@@ -96,7 +96,7 @@ def real_root(dataset: Dataset) -> bytes:
         root = os.path.realpath(given, strict=True)
         is_folder = stat.S_ISDIR(os.stat(root).st_mode)
     except OSError as error:
-        raise DatasetError(f"{shown(given)}: cannot list the data set: {_reason(error)}") from error
+        raise DatasetError(f"{shown(given)}: cannot list the data set: {reason_of(error)}") from error
     if not is_folder:
         raise DatasetError(f"{shown(given)}: cannot list the data set: it is not a folder")
     return root
@@ -107,7 +107,7 @@ def _choose_classes(dataset: Dataset, root: bytes, top: _Folder) -> list[bytes]:
     there = sorted(top.folders, key=_text)
     if not there:
         raise DatasetError(
-            f"{shown(root)}: has no class folders ({_tally(_left_out_of([top])) or 'it is empty'}); pictures are listed"
+            f"{shown(root)}: has no class folders ({tally(_left_out_of([top])) or 'it is empty'}); pictures are listed"
             " from ROOT/CLASS/..."
         )
     if dataset.classes is None:
@@ -115,7 +115,7 @@ def _choose_classes(dataset: Dataset, root: bytes, top: _Folder) -> list[bytes]:
     wanted = [_bytes(name) for name in dataset.classes]
     if absent := [name for name in wanted if name not in set(there)]:
         raise DatasetError(
-            f"{shown(root)}: there is no class folder {_some(absent)}, which `classes` names; there is {_some(there)}"
+            f"{shown(root)}: there is no class folder {some(absent)}, which `classes` names; there is {some(there)}"
         )
     return wanted
 
@@ -172,7 +172,7 @@ class _Disk:
                 for entry in entries:
                     self._sort(folder, entry)
         except OSError as error:
-            raise DatasetError(f"{shown(full)}: cannot list this folder: {_reason(error)}") from error
+            raise DatasetError(f"{shown(full)}: cannot list this folder: {reason_of(error)}") from error
         return folder
 
     def _sort(self, folder: _Folder, entry: os.DirEntry[bytes]) -> None:
@@ -223,7 +223,7 @@ class _Disk:
                 state = os.stat(full)
             except OSError as error:
                 if error.errno not in _UNUSABLE:
-                    raise DatasetError(f"{shown(full)}: cannot index this file: {_reason(error)}") from error
+                    raise DatasetError(f"{shown(full)}: cannot index this file: {reason_of(error)}") from error
                 left_out.append((path, _UNUSABLE[error.errno]))
                 continue
             if unusable := _unusable(full, state.st_mode):
@@ -368,7 +368,7 @@ class _Assembly:
     def _refuse_empty(self, order: list[_Folder], samples: NDArray[np.intp]) -> None:
         empty = [name for name, count in zip(self._classes, samples.tolist(), strict=True) if not count]
         if len(empty) == len(self._classes):
-            left_out = _tally(_left_out_of([self._top, *order]))
+            left_out = tally(_left_out_of([self._top, *order]))
             raise DatasetError(
                 f"{shown(self._root)}: no pictures in its class folders ({left_out or 'no file at all'})"
             )
@@ -377,8 +377,8 @@ class _Assembly:
         first = _left_out_of([f for f in order if _class_of(f.path) == empty[0]])
         noun = "class has" if len(empty) == 1 else "classes have"
         raise DatasetError(
-            f"{shown(self._root)}: {len(empty)} {noun} no pictures: {_some(empty)} (in {shown(empty[0])}:"
-            f" {_tally(first) or 'no file at all'}); `allow_empty: true` keeps such classes and their numbers"
+            f"{shown(self._root)}: {len(empty)} {noun} no pictures: {some(empty)} (in {shown(empty[0])}:"
+            f" {tally(first) or 'no file at all'}); `allow_empty: true` keeps such classes and their numbers"
         )
 
     def _notices(self, order: list[_Folder], samples: int) -> Iterator[str]:
@@ -392,10 +392,10 @@ class _Assembly:
         for reason, count in named.items():
             if count > _NAMED:
                 yield f"left out {count - _NAMED} more: {reason}"
-        if tally := _tally(sum((f.counts for f in folders), Counter())):
-            yield f"left out by name or ending: {tally}"
+        if counts := sum((f.counts for f in folders), Counter()):
+            yield f"left out by name or ending: {tally(counts)}"
         if unnamed := sorted(set(self._top.folders) - set(self._classes), key=_text):
-            yield f"left out, because `classes` does not name them: {_some(unnamed)}"
+            yield f"left out, because `classes` does not name them: {some(unnamed)}"
         if self._dataset.limit is not None and self._dataset.limit < samples:
             yield f"limit: the first {self._dataset.limit} of {samples} samples"
 
@@ -408,7 +408,7 @@ def _left_out_of(folders: Iterable[_Folder]) -> Counter[str]:
     return counts
 
 
-def _tally(counts: Counter[str]) -> str:
+def tally(counts: Counter[str]) -> str:
     """`12 .txt, 3 hidden`, the most frequent first."""
     common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     parts = [f"{count} {kind}" for kind, count in common[:_KINDS]]
@@ -417,7 +417,7 @@ def _tally(counts: Counter[str]) -> str:
     return ", ".join(parts)
 
 
-def _some(names: Sequence[bytes]) -> str:
+def some(names: Sequence[bytes]) -> str:
     """The first of these names, and how many more there are."""
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return ", ".join(shown(name) for name in names[:10]) + more
@@ -436,5 +436,6 @@ def _bytes(name: str) -> bytes:
     return name.encode("utf-8", "surrogateescape")
 
 
-def _reason(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
+    """What the operating system says."""
     return (error.strerror or str(error)).lower()
