@@ -1,0 +1,349 @@
+"""Files that change, vanish or cannot be read during an epoch: an error by name, never a reject or a wrong picture."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from broken_disk import Orders, site
+from layouts import ALL_POWERFUL, POWERLESS
+from pictures import encode, noise
+from service import Daemon, Truth
+
+from headrace import Batch, Loader
+from headrace.errors import DatasetError
+
+SAMPLES = 60
+BATCH = 4
+#: A line of the listing so far on that nobody has asked for it when the first batch is there.
+FAR = 53
+Rows = list[tuple[int, int, str]]
+
+
+def stream(folder: Path) -> dict[str, Any]:
+    return {
+        "dataset": {"folder": str(folder)},
+        "transforms": [{"resize": {"size": 24}}, {"center_crop": {"size": 24}}],
+        "chunk": 2,
+    }
+
+
+def make(folder: Path) -> Path:
+    for i in range(SAMPLES):
+        file = folder / ("a" if i < FAR else "b" if i == FAR else "c") / f"{i:02}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encode(noise(24, 24, seed=i), "JPEG", quality=90))
+    return folder
+
+
+class Scene:
+    """A data set, one worker that modes bind and whose disk fails on demand, and what an epoch must be."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = make(folder / "data")
+        self.files = sorted(self.folder.glob("*/*"))
+        self.orders = Orders(site(folder / "site"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(folder / "site"))
+            self.daemon = Daemon(folder, {"train": stream(self.folder)}, workers=1, slots=2)
+            self.daemon.start(prefix=["setpriv", POWERLESS] if ALL_POWERFUL else [])
+        self.truth = Truth(self.daemon.config, folder / "truth").rows(0)
+        self._epochs = itertools.count()
+
+    def epoch(self, **more: Any) -> Epoch:
+        return Epoch(self, next(self._epochs), more)
+
+
+class Epoch:
+    """An epoch that nobody has rendered yet."""
+
+    def __init__(self, scene: Scene, number: int, options: dict[str, Any]) -> None:
+        self.loader = Loader(
+            scene.daemon.address,
+            output="numpy",
+            dtype="uint8",
+            layout="NHWC",
+            **({"batch_size": BATCH, "prefetch": 1, "timeout": 30} | options),
+        )
+        self.loader.set_epoch(number)
+        self.batches: Iterator[Batch] = iter(self.loader)
+        self.rows: Rows = []
+
+    def take(self, batches: int | None = None) -> None:
+        """So many, or all that there are."""
+        for batch in itertools.islice(self.batches, batches):
+            assert not batch.rejects and batch.valid.all()
+            images, labels = batch
+            digests = [hashlib.sha256(image).hexdigest()[:16] for image in images]
+            self.rows += zip(batch.indices.tolist(), labels.tolist(), digests, strict=True)
+
+    def __enter__(self) -> Epoch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loader.close()
+
+
+@pytest.fixture(scope="module")
+def scene(session_home: Path) -> Iterator[Scene]:
+    made = Scene(Path(tempfile.mkdtemp(dir=session_home)))
+    try:
+        with made.epoch() as epoch:
+            epoch.take()
+        assert epoch.rows == made.truth
+        yield made
+    finally:
+        made.daemon.stop()
+
+
+# -- changes under a running epoch ----------------------------------------------------------------------------
+
+
+def grow(file: Path) -> None:
+    with file.open("ab") as out:
+        out.write(b"more")
+
+
+def rewrite(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[:-3] + b"\0" + data[-2:])
+
+
+def replace(file: Path) -> None:
+    other = file.with_name("other")
+    other.write_bytes(encode(noise(24, 24, seed=1000), "JPEG"))
+    other.rename(file)
+
+
+def become_a_link_to_nothing(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("nothing")
+
+
+def become_a_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def heal(file: Path, kept: Path) -> None:
+    """At once, so that nobody meets something in between."""
+    if not file.parent.exists():
+        kept.rename(file.parent)
+        return
+    file.parent.chmod(0o755)
+    (kept / file.name).replace(file)
+    shutil.rmtree(kept)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (Path.unlink, "it does not exist any more"),
+        (lambda file: shutil.rmtree(file.parent), "it does not exist any more"),
+        (become_a_link_to_nothing, "it does not exist any more"),
+        (become_a_fifo, "it is not a regular file any more"),
+        (lambda file: os.truncate(file, 200), " → 200"),
+        (lambda file: os.truncate(file, 0), " → 0"),
+        (grow, "changed since it was indexed: size"),
+        (rewrite, "changed since it was indexed: modified"),
+        (replace, "changed since it was indexed: size"),
+        (lambda file: file.chmod(0), "Permission denied"),
+        (lambda file: file.parent.chmod(0), "Permission denied"),
+    ],
+    ids="vanishes class-vanishes dangles fifo shrinks empty grows rewritten replaced closed class-closed".split(),
+)
+def test_a_file_that_is_not_what_was_indexed_fails_by_name_and_nothing_is_lost_when_it_is_again(
+    scene: Scene, change: Callable[[Path], None], says: str
+) -> None:
+    victim = scene.files[FAR]
+    kept = shutil.copytree(victim.parent, scene.folder.with_name("kept"))  # with its times
+    with scene.epoch() as epoch:
+        epoch.take(1)
+        change(victim)
+        try:
+            for _ in range(2):
+                with pytest.raises(DatasetError) as caught:
+                    epoch.take()
+                assert str(victim) in str(caught.value) and says in str(caught.value)
+            assert epoch.rows == scene.truth[: len(epoch.rows)]
+            assert FAR - BATCH < len(epoch.rows) <= FAR
+        finally:
+            heal(victim, kept)
+        epoch.take()
+        assert epoch.rows == scene.truth
+
+
+def test_a_file_that_changes_after_it_was_read_changes_no_picture_of_the_epoch(scene: Scene) -> None:
+    first = scene.files[0]
+    state = first.stat()
+    with scene.epoch() as epoch:
+        epoch.take(1)
+        data = first.read_bytes()
+        replace(first)
+        epoch.take()
+    assert epoch.rows == scene.truth
+    first.write_bytes(data)
+    os.utime(first, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+# -- errors of the disk ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["open", "read"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_an_error_that_passes_is_tried_again_and_changes_nothing(scene: Scene, call: str, number: int) -> None:
+    with scene.epoch() as epoch:
+        epoch.take(1)
+        scene.orders.fail(scene.files[FAR], call, number, times=2)
+        epoch.take()
+        assert scene.orders.left() == 0, "the disk did fail"
+    assert epoch.rows == scene.truth
+
+
+@pytest.mark.parametrize("call", ["open", "read"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_an_error_that_stays_fails_by_name_until_the_disk_heals(scene: Scene, call: str, number: int) -> None:
+    with scene.epoch() as epoch:
+        epoch.take(1)
+        scene.orders.fail(scene.files[FAR], call, number)
+        try:
+            with pytest.raises(DatasetError) as caught:
+                epoch.take()
+        finally:
+            scene.orders.clear()
+        said = str(caught.value)
+        assert f"sample {FAR}, {scene.files[FAR]}: cannot be read" in said and os.strerror(number) in said
+        epoch.take()
+    assert epoch.rows == scene.truth
+    assert str(scene.files[FAR]) in scene.daemon.log.read_text()
+
+
+def test_a_worker_without_descriptors_fails_by_name_until_it_has_some(scene: Scene) -> None:
+    [worker] = scene.daemon.ping().workers
+    soft, hard = resource.prlimit(worker, resource.RLIMIT_NOFILE)
+    with scene.epoch() as epoch:
+        epoch.take(1)
+        resource.prlimit(worker, resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(DatasetError) as caught:
+                epoch.take()
+        finally:
+            resource.prlimit(worker, resource.RLIMIT_NOFILE, (soft, hard))
+        assert "sample " in str(caught.value) and os.strerror(errno.EMFILE) in str(caught.value)
+        epoch.take()
+    assert epoch.rows == scene.truth
+    assert scene.daemon.ping().workers == [worker]
+
+
+def test_an_error_that_stays_is_not_hidden_by_any_policy_for_bad_pictures(scene: Scene) -> None:
+    scene.orders.fail(scene.files[FAR], "read", errno.EIO)
+    try:
+        for policy in ("replace", "mask"):
+            with scene.epoch(on_bad_sample=policy) as epoch, pytest.raises(DatasetError, match=f"sample {FAR}, "):
+                epoch.take()
+    finally:
+        scene.orders.clear()
+
+
+# -- a cache that cannot be written, a data set that must not be ----------------------------------------------
+
+
+def mounting(*mounts: str) -> list[str]:
+    """What to put before a command so that it sees these mounts and nobody else does."""
+    unshare = ["unshare", "--mount"] if ALL_POWERFUL else ["unshare", "--map-root-user", "--mount"]
+    script = " && ".join([*mounts, 'exec "$@"'])
+    tried = subprocess.run([*unshare, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"mounts of one's own are not allowed here: {tried.stderr.decode().strip()}")
+    return [*unshare, "sh", "-c", script, "sh"]
+
+
+EPOCHS = """
+import hashlib, json, logging, sys, headrace
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+with headrace.Loader(sys.argv[1], batch_size=7, output="numpy", dtype="uint8", layout="NHWC") as loader:
+    rows = []
+    for batch in loader:
+        digests = [hashlib.sha256(image).hexdigest()[:16] for image in batch.images]
+        rows += zip(batch.indices.tolist(), batch.labels.tolist(), digests)
+print(json.dumps(rows))
+"""
+
+
+def run(prefix: list[str], *command: object) -> subprocess.CompletedProcess[str]:
+    line = [*prefix, sys.executable, *map(str, command)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+
+
+def configuration(folder: Path, home: Path, cache: Path) -> Path:
+    file = home / "headrace.yaml"
+    document = {"cache_dir": str(cache), "workers": {"processes": 1}, "streams": {"train": stream(folder)}}
+    file.write_text(yaml.safe_dump(document))
+    return file
+
+
+def evidence(folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Of everything in a folder: its bytes, and every time but that of reading."""
+    found = {}
+    for path in (folder, *folder.rglob("*")):
+        state = path.lstat()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        found[str(path)] = digest, state.st_mode, state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mounts", "reason"),
+    [
+        (["mount -t tmpfs -o size=64k none {0}", "head -c 1M /dev/zero >{0}/fill 2>/dev/null; true"], "No space left"),
+        (["mount -t tmpfs -o ro none {0}"], "Read-only file system"),
+        ([], "it lies in the data set, which is never written to"),
+    ],
+    ids=["full", "read-only", "in the data set"],
+)
+def test_without_a_cache_the_index_lies_in_memory_and_an_epoch_is_the_same(
+    scene: Scene, home: Path, mounts: list[str], reason: str
+) -> None:
+    cache = home / "no-cache" if mounts else scene.folder / "cache"
+    if mounts:
+        cache.mkdir()
+    prefix = mounting(*(mount.format(cache) for mount in mounts)) if mounts else []
+    config, before = configuration(scene.folder, home, cache), evidence(scene.folder)
+    check, epoch = run(prefix, "-m", "headrace.server", "check", config), run(prefix, "-c", EPOCHS, config)
+    assert check.returncode == 0 and epoch.returncode == 0, check.stderr + epoch.stderr
+    for said in (check.stdout, epoch.stderr):
+        assert "the index is kept in memory only" in said and reason in said
+    assert [tuple(row) for row in json.loads(epoch.stdout)] == scene.truth
+    assert evidence(scene.folder) == before
+
+
+def test_a_data_set_is_never_written_to(scene: Scene, home: Path) -> None:
+    for name, damage in (("cut.jpg", slice(0, 300)), ("cut-late.jpg", slice(0, -2)), ("empty.jpg", slice(0, 0))):
+        (scene.folder / "c" / name).write_bytes(scene.files[0].read_bytes()[damage])
+    try:
+        config, before = configuration(scene.folder, home, home / "cache"), evidence(scene.folder)
+        read_only = mounting(f"mount --bind -o ro {scene.folder} {scene.folder}")
+        for prefix in ([], read_only):
+            verify = run(prefix, "-m", "headrace.server", "verify", config)
+            assert verify.returncode == 1 and verify.stdout.count("/c/") == 3, verify.stderr
+            epoch = run(prefix, "-c", EPOCHS, config)
+            assert epoch.returncode == 0 and len(json.loads(epoch.stdout)) == SAMPLES, epoch.stderr
+        check = run([], "-m", "headrace.server", "check", "--reindex", config)
+        assert check.returncode == 0, check.stderr
+        assert evidence(scene.folder) == before
+    finally:
+        for name in ("cut.jpg", "cut-late.jpg", "empty.jpg"):
+            (scene.folder / "c" / name).unlink()
