@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.errors import DatasetError
-from headrace.pipeline.folder import Progress, list_folder, real_root
+from headrace.pipeline.files import Progress
+from headrace.pipeline.folder import list_folder, real_root
 from headrace.pipeline.index import VERSION, Index, Listing, shown
 from headrace.pipeline.probe import BadPicture
 from headrace.pipeline.spec import Dataset, Decode

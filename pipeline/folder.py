@@ -8,13 +8,12 @@ network disks each answer takes a round trip; the result does not depend on who 
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -22,6 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import DatasetError
+from headrace.pipeline import files
+from headrace.pipeline.files import UNUSABLE, Reporter, ending, ending_shown
+from headrace.pipeline.files import Progress as Progress
+from headrace.pipeline.files import reason_of as reason_of
+from headrace.pipeline.files import some as some
+from headrace.pipeline.files import tally as tally
 from headrace.pipeline.index import Ints, Labels, Listing, Paths, settled, shown
 from headrace.pipeline.spec import Dataset
 
@@ -31,33 +36,10 @@ EXTENSIONS = frozenset(
     " jxl mpo ico psd qoi tga".split()
 )
 
-Progress = Callable[[int, int], None]
-
-_THREADS = 16
-_BATCH = 512  # files measured by one task
-_NAMED = 50  # left-out files named for each reason; the rest is counted
-_KINDS = 20  # endings counted apart; the rest is counted together
-_TICK = 0.05  # seconds between two reports of progress
-
 _HIDDEN = "hidden"
 #: What file managers, archivers and network disks leave behind.
 _JUNK = {b"Thumbs.db": "Thumbs.db", b"__MACOSX": "__MACOSX", b"@eaDir": "@eaDir"}
 
-_UNUSABLE = {
-    errno.ENOENT: "what it links to does not exist",
-    errno.ENOTDIR: "what it links to does not exist",
-    errno.ENAMETOOLONG: "the name that it links to is too long",
-    errno.ELOOP: "too many links, or a link to itself",
-    errno.EACCES: "no permission to read it",
-    errno.EPERM: "no permission to read it",
-}
-_IRREGULAR = {
-    stat.S_IFIFO: "a FIFO, not a regular file",
-    stat.S_IFSOCK: "a socket, not a regular file",
-    stat.S_IFCHR: "a device, not a regular file",
-    stat.S_IFBLK: "a device, not a regular file",
-    stat.S_IFDIR: "a folder now, not a regular file",
-}
 _INWARD = "a link to the data set's root, or to a folder in it or around it"
 _TWICE = "a folder that this class has already"
 _NO_CLASS = "in the root folder, so without a class"
@@ -186,11 +168,10 @@ class _Disk:
             self._sort_file(folder, entry.name)
 
     def _sort_file(self, folder: _Folder, name: bytes) -> None:
-        ending = name.rpartition(b".")[2].lower() if b"." in name else b""
-        if ending in self.endings:
+        if (end := ending(name)) in self.endings:
             folder.pictures.append(name)
         else:
-            folder.counts[f".{shown(ending)}"[:24] if ending else "without an ending"] += 1
+            folder.counts[ending_shown(end)] += 1
 
     def _sort_link(self, folder: _Folder, name: bytes) -> None:
         path = os.path.join(folder.path, name)
@@ -198,9 +179,9 @@ class _Disk:
         try:
             is_folder = stat.S_ISDIR(os.stat(full).st_mode)
         except OSError as error:
-            if error.errno not in _UNUSABLE:
+            if error.errno not in UNUSABLE:
                 raise
-            folder.left_out.append((path, _UNUSABLE[error.errno]))
+            folder.left_out.append((path, UNUSABLE[error.errno]))
             return
         if not is_folder:
             self._sort_file(folder, name)
@@ -215,42 +196,22 @@ class _Disk:
         return target == self.root or target.startswith(inside) or self.root.startswith(around)
 
     def measure(self, folder: bytes, names: Sequence[bytes]) -> _Files:
-        paths, sizes, mtimes_ns, left_out = [], [], [], []
-        for name in names:
-            path = folder + b"/" + name
-            full = os.path.join(self.root, path)
-            try:
-                state = os.stat(full)
-            except OSError as error:
-                if error.errno not in _UNUSABLE:
-                    raise DatasetError(f"{shown(full)}: cannot index this file: {reason_of(error)}") from error
-                left_out.append((path, _UNUSABLE[error.errno]))
-                continue
-            if unusable := _unusable(full, state.st_mode):
-                left_out.append((path, unusable))
-            else:
-                paths.append(path)
-                sizes.append(state.st_size)
-                mtimes_ns.append(state.st_mtime_ns)
-        return _Files(Paths.of(paths), np.array(sizes, np.int64), np.array(mtimes_ns, np.int64), left_out)
+        paths = [folder + b"/" + name for name in names]
+        found = files.measure(self.root, paths)
+        left_out = {i for i, _ in found.left_out}
+        keep = [i for i in range(len(paths)) if i not in left_out]
+        return _Files(
+            Paths.of([paths[i] for i in keep]),
+            found.sizes[keep],
+            found.mtimes_ns[keep],
+            [(paths[i], why) for i, why in found.left_out],
+        )
 
 
 def _junk(name: bytes) -> str | None:
     if name.startswith(b"._"):
         return "._*"
     return _HIDDEN if name.startswith(b".") else _JUNK.get(name)
-
-
-def _unusable(full: bytes, mode: int) -> str | None:
-    if not stat.S_ISREG(mode):
-        return _IRREGULAR.get(stat.S_IFMT(mode), "not a regular file")
-    # Asked only where the mode leaves a doubt: on a network disk it is a round trip more.
-    if mode & 0o444 != 0o444 and not os.access(full, os.R_OK, effective_ids=_EFFECTIVE):
-        return _UNUSABLE[errno.EACCES]
-    return None
-
-
-_EFFECTIVE = os.access in os.supports_effective_ids
 
 
 # -- who asks what, and when --------------------------------------------------------------------------------
@@ -266,10 +227,9 @@ class _Walk:
     def __init__(self, disk: _Disk, progress: Progress | None) -> None:
         self.folders: dict[bytes, _Folder] = {}
         self._disk = disk
-        self._pool = ThreadPoolExecutor(_THREADS, "headrace-index")
+        self._pool = ThreadPoolExecutor(files.THREADS, "headrace-index")
         self._tasks: dict[bytes, list[Future[_Files]]] = {}
-        self._progress = progress
-        self._reported = (0.0, -1, 0)  # when, and what
+        self._report = Reporter(progress)
         self._found = self._measured = 0
         self._lock = threading.Lock()
 
@@ -293,35 +253,28 @@ class _Walk:
                 self.folders[folder.path] = folder
                 self._begin(folder)
                 below += [folder.path + b"/" + name for name in folder.folders]
-                self._report(0)
+                self._report(self._measured, 0)
             level = sorted(below, key=_text)
 
     def files(self, folder: bytes) -> Iterator[_Files]:
         """The files of a folder, once they are measured; a folder is asked for once."""
         for task in self._tasks.pop(folder):
-            files = task.result()
-            self._report(self._found)
-            yield files
+            measured = task.result()
+            self._report(self._measured, self._found)
+            yield measured
 
     def _begin(self, folder: _Folder) -> None:
         names = sorted(folder.pictures, key=_text)
         folder.pictures = []
         self._found += len(names)
-        batches = [names[i : i + _BATCH] for i in range(0, len(names), _BATCH)]
+        batches = [names[i : i + files.BATCH] for i in range(0, len(names), files.BATCH)]
         self._tasks[folder.path] = [self._pool.submit(self._measure, folder.path, batch) for batch in batches]
 
     def _measure(self, folder: bytes, names: Sequence[bytes]) -> _Files:
-        files = self._disk.measure(folder, names)
+        measured = self._disk.measure(folder, names)
         with self._lock:
             self._measured += len(names)
-        return files
-
-    def _report(self, total: int) -> None:
-        now, done = time.monotonic(), self._measured
-        due = now - self._reported[0] >= _TICK or done == total
-        if self._progress and due and (done, total) != self._reported[1:]:
-            self._reported = now, done, total
-            self._progress(done, total)
+        return measured
 
 
 # -- the listing --------------------------------------------------------------------------------------------
@@ -340,13 +293,13 @@ class _Assembly:
     def listing(self) -> Listing:
         order = sorted(self._walk.folders.values(), key=lambda f: (_text(_class_of(f.path)), _text(f.path)))
         number = {name: i for i, name in enumerate(self._classes)}
-        files: list[_Files] = []
+        measured: list[_Files] = []
         labels: list[Ints] = []
         for folder in order:
-            for some in self._walk.files(folder.path):
-                folder.left_out += some.left_out
-                files.append(some)
-                labels.append(np.full(len(some.paths), number[_class_of(folder.path)], np.int64))
+            for part in self._walk.files(folder.path):
+                folder.left_out += part.left_out
+                measured.append(part)
+                labels.append(np.full(len(part.paths), number[_class_of(folder.path)], np.int64))
         empty = np.zeros(0, np.int64)
         label = np.concatenate([empty, *labels])
         self._refuse_empty(order, np.bincount(label, minlength=len(self._classes)))
@@ -354,9 +307,9 @@ class _Assembly:
         return Listing(
             root=self._root,
             classes=[name.decode("utf-8", "backslashreplace") for name in self._classes],
-            paths=Paths.joined([f.paths for f in files]).first(self._dataset.limit),
-            sizes=np.concatenate([empty, *(f.sizes for f in files)])[listed],
-            mtimes_ns=np.concatenate([empty, *(f.mtimes_ns for f in files)])[listed],
+            paths=Paths.joined([f.paths for f in measured]).first(self._dataset.limit),
+            sizes=np.concatenate([empty, *(f.sizes for f in measured)])[listed],
+            mtimes_ns=np.concatenate([empty, *(f.mtimes_ns for f in measured)])[listed],
             labels=Labels(label[listed]),
             watched=Paths.of([self._top.path, *(f.path for f in order)]),
             watched_mtimes_ns=np.array([self._top.mtime_ns, *(f.mtime_ns for f in order)], np.int64),
@@ -384,14 +337,8 @@ class _Assembly:
     def _notices(self, order: list[_Folder], samples: int) -> Iterator[str]:
         """Sentences for people about the same, with names."""
         folders = [self._top, *order]
-        named: Counter[str] = Counter()
-        for path, reason in (item for folder in folders for item in sorted(folder.left_out)):
-            named[reason] += 1
-            if named[reason] <= _NAMED:
-                yield f"left out {shown(path)}: {reason}"
-        for reason, count in named.items():
-            if count > _NAMED:
-                yield f"left out {count - _NAMED} more: {reason}"
+        left_out = (item for folder in folders for item in sorted(folder.left_out))
+        yield from files.notices((shown(path), why) for path, why in left_out)
         if counts := sum((f.counts for f in folders), Counter()):
             yield f"left out by name or ending: {tally(counts)}"
         if unnamed := sorted(set(self._top.folders) - set(self._classes), key=_text):
@@ -404,23 +351,8 @@ def _left_out_of(folders: Iterable[_Folder]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for folder in folders:
         counts.update(folder.counts)
-        counts.update(reason for _, reason in folder.left_out)
+        counts.update(why for _, why in folder.left_out)
     return counts
-
-
-def tally(counts: Counter[str]) -> str:
-    """`12 .txt, 3 hidden`, the most frequent first."""
-    common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    parts = [f"{count} {kind}" for kind, count in common[:_KINDS]]
-    if rest := sum(count for _, count in common[_KINDS:]):
-        parts.append(f"{rest} of {len(common) - _KINDS} other kinds")
-    return ", ".join(parts)
-
-
-def some(names: Sequence[bytes]) -> str:
-    """The first of these names, and how many more there are."""
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(shown(name) for name in names[:10]) + more
 
 
 def _class_of(path: bytes) -> bytes:
@@ -434,8 +366,3 @@ def _text(name: bytes) -> str:
 
 def _bytes(name: str) -> bytes:
     return name.encode("utf-8", "surrogateescape")
-
-
-def reason_of(error: OSError) -> str:
-    """What the operating system says."""
-    return (error.strerror or str(error)).lower()

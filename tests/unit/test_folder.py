@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torchvision_shim import torchvision
 
 from headrace.errors import DatasetError
-from headrace.pipeline import folder
+from headrace.pipeline import files
 from headrace.pipeline.folder import EXTENSIONS, list_folder
 from headrace.pipeline.index import Listing, shown
 from headrace.pipeline.spec import Dataset
@@ -105,7 +105,7 @@ def test_a_chain_of_200_folders_is_walked(root: Path) -> None:
 
 
 def test_folder_purity_of_the_listing_whoever_was_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "_BATCH", 7)
+    monkeypatch.setattr(files, "BATCH", 7)
     names = [f"{c}/{sub}{i:04d}.jpg" for c in "abc" for sub in ("", "x/", "y/") for i in range(200)]
     put(root, names[0])
     for name in names[1:]:
@@ -457,8 +457,8 @@ def test_extensions_replace_the_built_in_list(root: Path) -> None:
 
 
 def test_progress_grows_and_ends_with_all_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "_BATCH", 10)
-    monkeypatch.setattr(folder, "_TICK", 0.0)
+    monkeypatch.setattr(files, "BATCH", 10)
+    monkeypatch.setattr(files, "_TICK", 0.0)
     put(root, *(f"{c}/{i}.jpg" for c in "ab" for i in range(50)))
     seen: list[tuple[int, int]] = []
     list_folder(Dataset(folder=root), lambda done, total: seen.append((done, total)))
@@ -467,7 +467,7 @@ def test_progress_grows_and_ends_with_all_files(root: Path, monkeypatch: pytest.
 
 
 def test_a_listing_can_be_stopped_from_its_progress(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "_TICK", 0.0)
+    monkeypatch.setattr(files, "_TICK", 0.0)
     put(root, *(f"a/{i}.jpg" for i in range(2000)))
 
     def stop(done: int, total: int) -> None:
