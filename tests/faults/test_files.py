@@ -57,7 +57,7 @@ class Scene:
         self.files = sorted(self.folder.glob("*/*"))
         self.orders = Orders(site(folder / "site"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(folder / "site"))
+            patch.setenv("PYTHONPATH", str(folder / "site"), prepend=os.pathsep)
             self.daemon = Daemon(folder, {"train": stream(self.folder)}, workers=1, slots=2)
             self.daemon.start(prefix=["setpriv", POWERLESS] if ALL_POWERFUL else [])
         self.truth = Truth(self.daemon.config, folder / "truth").rows(0)
