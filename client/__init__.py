@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headrace.loader import Loader as Loader
     from headrace.pipeline.spec import Config as Config
     from headrace.pipeline.spec import Stream as Stream
+    from headrace.pipeline.torchvision import from_torchvision as from_torchvision
     from headrace.pipeline.transforms import CenterCrop as CenterCrop
     from headrace.pipeline.transforms import Letterbox as Letterbox
     from headrace.pipeline.transforms import Pad as Pad
@@ -42,6 +43,7 @@ _HOME = {
     "Reject": "headrace.batch",
     "Resize": "headrace.pipeline.transforms",
     "Stream": "headrace.pipeline.spec",
+    "from_torchvision": "headrace.pipeline.torchvision",
 }
 
 __all__ = ["__version__", "errors", *sorted(_HOME)]
