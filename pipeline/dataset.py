@@ -2,110 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import os
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
 
-from headrace.errors import DatasetError
 from headrace.pipeline.files import Progress
 from headrace.pipeline.folder import list_folder, real_root
 from headrace.pipeline.index import VERSION, Index, Listing, shown
-from headrace.pipeline.probe import BadPicture
+from headrace.pipeline.reading import FileSource, Source
+from headrace.pipeline.shards import ShardSource, list_shards, shards_root
 from headrace.pipeline.spec import Dataset, Decode
 
 log = logging.getLogger(__name__)
-
-_NOT_REGULAR = "it is not a regular file any more"
-_GONE = {
-    errno.ENOENT: "it does not exist any more",
-    errno.ENOTDIR: "it does not exist any more",
-    errno.ELOOP: "it is a link to itself now",
-    errno.ENXIO: _NOT_REGULAR,  # a socket
-}
-_REMEDY = "run `headrace check --reindex`, then start the daemon again"
-
-
-class Source(Protocol):
-    """Reads samples."""
-
-    def read(self, i: int) -> bytes:
-        """All bytes of sample i.
-
-        Raises:
-            DatasetError: it is not what was indexed any more; by name. Trying again does not help.
-            OSError: an I/O error; trying again may help.
-            BadPicture: it is larger than `max_file_bytes`.
-        """
-        ...
-
-
-class FileSource:
-    """Samples that are files: each is one, whole."""
-
-    def __init__(self, index: Index, decode: Decode) -> None:
-        self._index = index
-        self._limit = decode.max_file_bytes
-
-    def read(self, i: int) -> bytes:
-        try:
-            # O_NONBLOCK: should a FIFO stand there now, opening it must not wait for a writer.
-            fd = os.open(self._index.full_path(i), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno in _GONE:
-                raise self._changed(i, _GONE[error.errno]) from None
-            raise
-        try:
-            self._compare(i, os.fstat(fd))
-            size = int(self._index.sizes[i])
-            if size > self._limit:
-                raise BadPicture("read", f"a file of {size} bytes, but max_file_bytes is {self._limit}")
-            data = _read(fd, size)
-            # A file rewritten under our hands would give a mix of two pictures.
-            self._compare(i, os.fstat(fd))
-        finally:
-            os.close(fd)
-        if len(data) != size:
-            raise self._changed(i, f"size {size} → {len(data)}")
-        return data
-
-    def _compare(self, i: int, now: os.stat_result) -> None:
-        if not stat.S_ISREG(now.st_mode):
-            raise self._changed(i, _NOT_REGULAR)
-        size, mtime_ns = int(self._index.sizes[i]), int(self._index.mtimes_ns[i])
-        if now.st_size != size:
-            raise self._changed(i, f"size {size} → {now.st_size}")
-        if now.st_mtime_ns != mtime_ns:
-            raise self._changed(i, f"modified {_time(mtime_ns)} → {_time(now.st_mtime_ns)}")
-
-    def _changed(self, i: int, how: str) -> DatasetError:
-        return DatasetError(f"{self._index.shown_full(i)}: changed since it was indexed: {how}; {_REMEDY}")
-
-
-def _read(fd: int, size: int) -> bytes:
-    """Up to `size` bytes; fewer only at the end of the file."""
-    data = os.read(fd, size)
-    if len(data) == size:
-        return data
-    parts = [data]
-    while data and (size := size - len(data)):
-        data = os.read(fd, size)
-        parts.append(data)
-    return b"".join(parts)
-
-
-def _time(ns: int) -> str:
-    try:
-        return f"{datetime.fromtimestamp(ns // 10**9, UTC):%Y-%m-%d %H:%M:%S}.{ns % 10**9:09d}"
-    except (ValueError, OverflowError):
-        return f"{ns} ns"
 
 
 @dataclass(frozen=True)
@@ -124,7 +36,10 @@ class Kind:
 
 
 #: Sources by the key of `dataset:` that asks for them.
-SOURCES: dict[str, Kind] = {"folder": Kind(real_root, list_folder, FileSource)}
+SOURCES: dict[str, Kind] = {
+    "folder": Kind(real_root, list_folder, FileSource),
+    "shards": Kind(shards_root, list_shards, ShardSource),
+}
 
 
 def open_source(dataset: Dataset, index: Index, decode: Decode) -> Source:

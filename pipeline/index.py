@@ -249,7 +249,7 @@ class Index:
         sizes, mtimes_ns: int64 [N], read-only, mapped.
         labels: as in `Labels.values`, likewise.
         labels_text: whether the label is the first value of each sample's text.
-        container, positions: as in `Listing`.
+        container, positions, watched_sizes: as in `Listing`.
         fd: of the file or memfd, for other processes to map.
         file: where it lies; None if only in memory.
     """
@@ -266,6 +266,7 @@ class Index:
     labels_text: bool
     container: Ints | None
     positions: Ints | None
+    watched_sizes: Ints
 
     def __init__(self, fd: int, file: Path | None = None) -> None:
         """
@@ -312,7 +313,7 @@ class Index:
         self._texts = arrays["texts"].data if "texts" in arrays else None
         self._text_offsets = arrays.get("text_offsets")
         self._watched, self._watched_offsets = arrays["watched"].data, arrays["watched_offsets"]
-        self._watched_mtimes_ns, self._watched_sizes = arrays["watched_mtimes_ns"], arrays["watched_sizes"]
+        self._watched_mtimes_ns, self.watched_sizes = arrays["watched_mtimes_ns"], arrays["watched_sizes"]
 
     @classmethod
     def map(cls, fd: int) -> Index:
@@ -451,7 +452,7 @@ class Index:
         count = len(self._watched_mtimes_ns)
         with ThreadPoolExecutor(_STAT_THREADS, "headrace-index") as pool:
             states = pool.map(_state, map(self.watched_path, range(count)), chunksize=64)
-            then = zip(self._watched_mtimes_ns.tolist(), self._watched_sizes.tolist(), strict=True)
+            then = zip(self._watched_mtimes_ns.tolist(), self.watched_sizes.tolist(), strict=True)
             for k, ((mtime_ns, size), now) in enumerate(zip(then, states, strict=True)):
                 if now is None or mtime_ns != now[0] or size not in (-1, now[1]):
                     pool.shutdown(cancel_futures=True)
@@ -466,7 +467,7 @@ class Index:
         self.fd = -1
         del self.sizes, self.mtimes_ns, self.labels, self._label_offsets, self.container, self.positions
         del self._paths, self._offsets, self._texts, self._text_offsets
-        del self._watched, self._watched_offsets, self._watched_mtimes_ns, self._watched_sizes
+        del self._watched, self._watched_offsets, self._watched_mtimes_ns, self.watched_sizes
         del self._buffer, self._map
 
     def _classes_of(self, i: int) -> Ints:

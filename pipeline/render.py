@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from headrace.errors import DatasetError
 from headrace.pipeline.backend import Backend
-from headrace.pipeline.dataset import Source, open_source
+from headrace.pipeline.dataset import open_source
 from headrace.pipeline.index import Index
 from headrace.pipeline.order import order
 from headrace.pipeline.probe import BadPicture, Picture, probe
+from headrace.pipeline.reading import Source
 from headrace.pipeline.spec import Stream
 from headrace.pipeline.transforms import plan, unfit
 from headrace.protocol import RowReject

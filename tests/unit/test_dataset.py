@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from headrace.errors import DatasetError
 from headrace.pipeline import dataset as module
-from headrace.pipeline.dataset import FileSource, open_index, open_source
+from headrace.pipeline.dataset import open_index, open_source
 from headrace.pipeline.index import Index
 from headrace.pipeline.probe import BadPicture
+from headrace.pipeline.reading import FileSource
 from headrace.pipeline.spec import Dataset, Decode
 
 OLD = 1_600_000_000 * 10**9
