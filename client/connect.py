@@ -1,24 +1,48 @@
-"""A connection to a daemon's address."""
+"""Addresses of a daemon, and the way to one."""
 
 from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import time
+from typing import Any, Literal
 
 from headrace.channel import Channel
-from headrace.errors import ConfigError, ConnectionLost
+from headrace.errors import ConfigError, ConnectionLost, DeadlineError, ProtocolError
 from headrace.protocol import DAEMON_LIMIT
+from headrace.session import LONGEST_POLL, Interrupted
 
 #: Bytes of the longest path of a Unix socket, without the closing zero.
 LONGEST_PATH = 107
+
+#: Seconds that a daemon's ZeroMQ takes to greet at most: no work of its own keeps it from that.
+_GREETING = 10.0
 
 _HINTS = {
     errno.ENOENT: "no daemon was started there: start it first, `headrace serve CONFIG`",
     errno.ECONNREFUSED: "the daemon that was there is gone: start it again, `headrace serve CONFIG`",
     errno.EACCES: "its `socket.group` says who besides its user may connect",
 }
+
+_TCP_HINTS = {
+    errno.ECONNREFUSED: "nobody listens at this port: start the daemon there, with this address in its `listen`",
+    errno.ETIMEDOUT: "a firewall, or no such host",
+}
+
+
+def scheme(address: str) -> Literal["ipc", "tcp"]:
+    """The kind of an address that is one.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if address.startswith("tcp://"):
+        tcp_place(address)
+        return "tcp"
+    socket_path(address)
+    return "ipc"
 
 
 def socket_path(address: str) -> str:
@@ -27,16 +51,35 @@ def socket_path(address: str) -> str:
     Raises:
         ConfigError: another kind of address, or a path too long for a Unix socket.
     """
-    scheme, _, path = address.partition("://")
-    if scheme == "tcp":
-        raise ConfigError(f"{address}: tcp is not available yet; use the daemon's ipc://PATH on the same host")
-    if scheme != "ipc" or not path:
-        raise ConfigError(f"{address!r} is no address of this version: it must be ipc://PATH")
+    kind, _, path = address.partition("://")
+    if kind != "ipc" or not path:
+        raise ConfigError(f"{address!r} is no address: it must be ipc://PATH or tcp://HOST:PORT")
     if len(os.fsencode(path)) > LONGEST_PATH:
         raise ConfigError(
             f"{address}: the path has {len(os.fsencode(path))} bytes, a Unix socket at most {LONGEST_PATH}"
         )
     return path
+
+
+def tcp_place(address: str) -> tuple[str, int]:
+    """Host and port in `tcp://HOST:PORT`; an IPv6 address stands in brackets.
+
+    Raises:
+        ConfigError: not such an address.
+    """
+    kind, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host or "[" in host:
+        raise ConfigError(f"{address}: an IPv6 address stands in brackets, tcp://[::1]:5555")
+    if kind != "tcp" or not host:
+        raise ConfigError(f"{address!r} is no address: it must be tcp://HOST:PORT")
+    if host == "*":
+        raise ConfigError(f"{address}: name the host on which the daemon runs; * is for its `listen`")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"{address}: the port must be a number from 1 to 65535")
+    return host, int(port)
 
 
 def connect(address: str, *, timeout: float) -> Channel:
@@ -62,3 +105,79 @@ def connect(address: str, *, timeout: float) -> Channel:
                 continue
             hint = _HINTS.get(error.errno or 0, "")
             raise ConnectionLost(f"no daemon at {address}: {error.strerror}" + (hint and f" ({hint})")) from None
+
+
+def reach(address: str, *, timeout: float, stop: int) -> str:
+    """ZeroMQ's endpoint, by number, of the daemon at `tcp://HOST:PORT`.
+
+    ZeroMQ tells nobody why it cannot connect, so it is tried here before, and the greeting is looked at.
+
+    Args:
+        timeout: seconds, apart from those that the system's resolver takes.
+        stop: a descriptor; when it becomes readable, `Interrupted` is raised.
+
+    Raises:
+        ConfigError: not a `tcp://` address.
+        ConnectionLost: there is no such host, or nobody listens there.
+        DeadlineError: somebody does, and says nothing.
+        ProtocolError: what greets there is no daemon.
+    """
+    host, port = tcp_place(address)
+    deadline = time.monotonic() + timeout
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConnectionLost(f"no daemon at {address}: the host {host!r} is not known: {error}") from None
+    trouble: OSError | None = None
+    for left, (family, kind, protocol, _, place) in zip(range(len(found), 0, -1), found, strict=True):
+        share = (deadline - time.monotonic()) / left
+        with socket.socket(family, kind, protocol) as sock:
+            try:
+                _connect(sock, place, time.monotonic() + share, stop)
+            except OSError as error:
+                trouble = error
+                continue
+            greeting = _greeting(sock, address, min(_GREETING, share), stop)
+        if not greeting.startswith(b"\xff"):
+            raise ProtocolError(f"what listens at {address} is no daemon of this kind: it begins with {greeting!r}")
+        name, _ = socket.getnameinfo(place, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
+        return f"tcp://[{name}]:{port}" if family == socket.AF_INET6 else f"tcp://{name}:{port}"
+    assert trouble is not None
+    hint = _TCP_HINTS.get(trouble.errno or 0, "")
+    raise ConnectionLost(f"no daemon at {address}: {trouble.strerror}" + (hint and f" ({hint})"))
+
+
+def _connect(sock: socket.socket, place: Any, deadline: float, stop: int) -> None:
+    sock.setblocking(False)
+    problem = sock.connect_ex(place)
+    if problem == errno.EINPROGRESS:
+        if not _ready(sock, select.POLLOUT, deadline, stop):
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if problem:
+        raise OSError(problem, os.strerror(problem))
+
+
+def _greeting(sock: socket.socket, address: str, seconds: float, stop: int) -> bytes:
+    if not _ready(sock, select.POLLIN, time.monotonic() + seconds, stop):
+        raise DeadlineError(
+            f"what listens at {address} says nothing for {seconds:.2g} s: the daemon there is stopped, or it is "
+            "another service's port"
+        )
+    try:
+        data = sock.recv(64)
+    except OSError:
+        data = b""
+    if not data:
+        raise ConnectionLost(f"what listens at {address} ended the connection at once")
+    return data
+
+
+def _ready(sock: socket.socket, events: int, deadline: float, stop: int) -> bool:
+    poll = select.poll()
+    poll.register(sock, events)
+    poll.register(stop, select.POLLIN)
+    ready = [fd for fd, _ in poll.poll(1000 * min(max(0, deadline - time.monotonic()), LONGEST_POLL))]
+    if stop in ready:
+        raise Interrupted
+    return bool(ready)

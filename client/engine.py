@@ -38,8 +38,9 @@ from headrace.errors import (
 )
 from headrace.form import Form
 from headrace.protocol import MAX_OUTSTANDING, Failed, RowReject, Welcome
-from headrace.session import Delivery, Interrupted, Refusal, Session, open_session
+from headrace.session import Delivery, Interrupted, Refusal, Session
 from headrace.slots import Status
+from headrace.transport import Transport, open_session
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class Engine:
     Args:
         locate: finds the daemon; called again when it is lost.
         stream: name, or None where there is just one.
+        transport: `shm`, `tcp`, or `auto` for what suits the address.
         timeout: seconds without progress after which a wait ends with an error.
         exact: whether every chunk must be rendered by what `Welcome` said.
 
@@ -114,9 +116,12 @@ class Engine:
         HeadraceError: what is wrong with the configuration, or the daemon cannot be reached.
     """
 
-    def __init__(self, locate: Locate, stream: str | None, *, timeout: float, exact: bool) -> None:
+    def __init__(
+        self, locate: Locate, stream: str | None, transport: Transport, *, timeout: float, exact: bool
+    ) -> None:
         self._locate = locate
         self._stream = stream
+        self._transport = transport
         self._timeout = timeout
         self._exact = exact
         self._pid = os.getpid()
@@ -416,7 +421,9 @@ class Engine:
 
     def _open(self) -> Session:
         address = self._locate(timeout=self._timeout, stop=self._stop.fd)
-        return open_session(address, self._stream, self._context, timeout=self._timeout, stop=self._stop.fd)
+        return open_session(
+            address, self._stream, self._transport, self._context, timeout=self._timeout, stop=self._stop.fd
+        )
 
     def _leave(self, reason: str) -> None:
         session, self._session = self._session, None

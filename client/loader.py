@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar, cast, get_args
 
 from headrace.assembly import REPLACEMENTS, Assembly, Counts, OnBadSample
 from headrace.batch import Batch
-from headrace.connect import socket_path
+from headrace.connect import scheme
 from headrace.draws import uniforms
 from headrace.engine import ENDED, Engine, Locate
 from headrace.errors import ConfigError, StateError
@@ -24,6 +24,7 @@ from headrace.form import Form, import_torch, library
 from headrace.private import PrivateDaemon
 from headrace.rank import resolve
 from headrace.steps import LastBatch, Steps
+from headrace.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,8 @@ class Loader:
     Each `next()` waits at most `timeout` seconds without any progress.
 
     Args:
-        source: a daemon's address, `ipc://PATH`; or a YAML file's path, a mapping or a `headrace.Config`, for which a
-            private daemon is started or joined.
+        source: a daemon's address, `ipc://PATH` or `tcp://HOST:PORT`; or a YAML file's path, a mapping or a
+            `headrace.Config`, for which a private daemon is started or joined.
         stream: its name; not needed where there is just one.
         batch_size: rows of a batch of one rank.
         rank, world_size: both or none: then from `torch.distributed`, torchrun's or Slurm's environment, looked at
@@ -70,15 +71,17 @@ class Loader:
         output: `torch` or `numpy`.
         device: None or `cpu`.
         prefetch: batches kept ready.
-        transport: `auto` or `shm`.
+        transport: `shm`, through memory shared with a daemon on this host; `tcp`; or `auto`, which is `shm` wherever
+            the daemon can be reached on this host.
         exact: refuse pictures that another renderer made than the one the daemon named first.
         timeout: seconds.
 
     Raises:
-        ConfigError: an argument, or the configuration, is wrong.
+        ConfigError: an argument, or the configuration, is wrong; or `shm` and the daemon is on another host.
         DatasetError: the samples cannot be listed.
         ConnectionLost: no daemon listens at the address.
         DeadlineError: it does not answer.
+        ProtocolError: what answers there is another version, or no daemon.
     """
 
     def __init__(
@@ -105,9 +108,7 @@ class Loader:
     ) -> None:
         if device is not None and str(device) != "cpu":
             raise ConfigError(f"device: {device} is not available yet; use None or 'cpu', and batch.to(device)")
-        if transport == "tcp":
-            raise ConfigError("transport: tcp is not available yet; use 'auto' or 'shm'")
-        _among("transport", transport, ("auto", "shm"))
+        _among("transport", transport, get_args(Transport))
         self.batch_size = _whole("batch_size", batch_size, 1)
         self._prefetch = _whole("prefetch", prefetch, 0)
         if last_batch is not None:
@@ -131,7 +132,7 @@ class Loader:
         self._steps: Steps | None = None
 
         locate, self._address = _locate(source)
-        self._engine = Engine(locate, stream, timeout=timeout, exact=exact)
+        self._engine = Engine(locate, stream, cast(Transport, transport), timeout=timeout, exact=exact)
         self._finalizer = weakref.finalize(self, self._engine.close)
         try:
             welcome = self._engine.welcome
@@ -454,7 +455,7 @@ def _locate(source: Any) -> tuple[Locate, str]:
             raise ConfigError(f"source: {len(source)} addresses; several are not available yet, give one")
         (source,) = source
     if isinstance(source, str) and "://" in source:
-        socket_path(source)
+        scheme(source)
         return partial(_fixed, source), source
     return PrivateDaemon(source).address, "private daemon" if not isinstance(source, (str, os.PathLike)) else str(
         source

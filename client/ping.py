@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
-from headrace import protocol
+import os
+import time
+
 from headrace.channel import Closed
-from headrace.connect import connect
+from headrace.connect import connect, scheme
 from headrace.errors import ConnectionLost, DeadlineError, ProtocolError
-from headrace.protocol import Ping, Pong
+from headrace.lifeline import wait_readable
+from headrace.protocol import Message, Ping, Pong, decode_session_reply, encode
+from headrace.tcp import ask_there
 
 
 def ping(address: str, *, timeout: float = 5.0) -> Pong:
     """The daemon's answer.
 
     Args:
-        address: `ipc://PATH`.
+        address: `ipc://PATH` or `tcp://HOST:PORT`.
         timeout: seconds.
 
     Raises:
         ConfigError: not such an address.
         ConnectionLost: nobody listens there.
         DeadlineError: somebody does, and does not answer.
-        ProtocolError: another version answers.
+        ProtocolError: another version answers, or something that is no daemon.
     """
-    channel = connect(address, timeout=timeout)
+    never = os.eventfd(0, os.EFD_CLOEXEC)
     try:
-        channel.send(protocol.encode(Ping()), timeout=timeout)
-        reply = protocol.decode_session_reply(channel.recv(timeout=timeout)[0])
-    except Closed:
-        raise ConnectionLost(f"{address}: the daemon ended the connection without an answer") from None
-    except DeadlineError:
-        raise DeadlineError(f"{address}: the daemon does not answer within {timeout:g} s") from None
+        return ask(address, timeout=timeout, stop=never)
     finally:
-        channel.close()
+        os.close(never)
+
+
+def ask(address: str, *, timeout: float, stop: int) -> Pong:
+    """As `ping`; raises `Interrupted` when the descriptor `stop` becomes readable."""
+    reply = (ask_there if scheme(address) == "tcp" else _ask_here)(address, timeout=timeout, stop=stop)
     if not isinstance(reply, Pong):
         raise ProtocolError(f"{address}: {type(reply).__name__} is no answer to Ping")
     return reply
+
+
+def _ask_here(address: str, *, timeout: float, stop: int) -> Message:
+    deadline = time.monotonic() + timeout
+    channel = connect(address, timeout=timeout)
+    try:
+        channel.post(encode(Ping()))
+        while not (frames := channel.receive()):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(f"{address}: the daemon does not answer within {timeout:g} s")
+            wait_readable(channel, stop, left)
+        data, fds = frames[0]
+        for fd in fds:
+            os.close(fd)
+        return decode_session_reply(data)
+    except Closed:
+        raise ConnectionLost(f"{address}: the daemon ended the connection without an answer") from None
+    finally:
+        channel.close()

@@ -44,7 +44,7 @@ class PrivateDaemon:
         elif isinstance(source, Mapping) or callable(getattr(source, "plain", None)):
             request = {"config": source}
         else:
-            raise ConfigError(f"source: {source!r} is no address (ipc://PATH), YAML file, mapping or headrace.Config")
+            raise ConfigError(f"source: {source!r} is no address (ipc://…), YAML file, mapping or headrace.Config")
         with contextlib.suppress(OSError):  # it may have been removed
             request["folder"] = os.getcwd()
         try:

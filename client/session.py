@@ -1,6 +1,6 @@
 """A session with a daemon, as the Loader's thread sees it: the same for every transport.
 
-`shm.py` and `tcp.py` implement it; here is what they share, and the choice between them.
+`shm.py` and `tcp.py` implement it; here is what they share. `transport.py` chooses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import zmq
 from numpy.typing import NDArray
 
 from headrace.errors import ConnectionLost, DeadlineError, HeadraceError, ProtocolError, from_wire
@@ -115,29 +114,6 @@ class Session(Protocol):
         """For a forked child: keep nothing that keeps the parent's session open."""
 
 
-def open_session(
-    address: str, stream: str | None, context: zmq.Context[zmq.Socket[bytes]], *, timeout: float, stop: int
-) -> Session:
-    """Connect, say `Hello` and wait for `Welcome`, however long the listing takes while it makes progress.
-
-    Args:
-        address: of the daemon.
-        stream: its name, or None where there is just one.
-        timeout: seconds without progress.
-        stop: a descriptor; when it becomes readable, `Interrupted` is raised.
-
-    Raises:
-        Refusal: the daemon says no.
-        ConfigError: not an address.
-        ConnectionLost: nobody listens there, or the connection ended.
-        DeadlineError: no progress.
-        ProtocolError: an answer that this version cannot take.
-    """
-    from headrace.shm import SharedSession
-
-    return SharedSession.open(address, stream, context, timeout=timeout, stop=stop)
-
-
 class Opening:
     """How a handshake goes on: what was said, and whether it still moves. No I/O.
 
@@ -199,3 +175,20 @@ class Opening:
             share = 100 * message.done // message.total
             far = f"{message.done:,} of {message.total:,} {message.unit} ({share} %)"
         log.warning("stream %s is being opened: %s", message.stream, far)
+
+
+def cut(ends: NDArray[np.int64], text: NDArray[np.uint8], first: int, size: int) -> list[bytes]:
+    """The texts of `size` rows from row `first` on, as bytes of their own.
+
+    Args:
+        ends: where the text of each row ends in `text`; it begins at the end of the row before.
+
+    Raises:
+        ProtocolError: the ends fall, or lie beyond the text.
+    """
+    edges = [0 if first == 0 else int(ends[first - 1]), *ends[first : first + size].tolist()]
+    if edges != sorted(edges) or edges[0] < 0 or edges[-1] > text.size:
+        raise ProtocolError("texts that end before they begin, or beyond their field")
+    start = edges[0]
+    whole = text[start : edges[-1]].tobytes()
+    return [whole[a - start : b - start] for a, b in zip(edges, edges[1:], strict=False)]

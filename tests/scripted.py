@@ -1,7 +1,8 @@
 """A tiny daemon for tests of the client: real sockets, ring and messages, pictures from arithmetic, faults on cue.
 
 The picture at `(epoch, position)` has one level everywhere, `level(epoch, position)`; its index is a fixed
-permutation of the position, its label a tenth of the index.
+permutation of the position, and `label_of` and `text_of` it follow from the index. It serves shared memory at its
+Unix socket, and tcp at `tcp_address`, or where a Hello on the Unix socket asks for it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+import numpy as np
 import zmq
 
 from headrace.channel import Channel, Closed
@@ -23,6 +27,9 @@ from headrace.output import Output
 from headrace.protocol import (
     CLIENT_LIMIT,
     VERSION,
+    Alive,
+    Attach,
+    Attached,
     Cancel,
     Chunk,
     Failed,
@@ -31,17 +38,22 @@ from headrace.protocol import (
     Goodbye,
     Hello,
     Indexing,
+    Leave,
     Message,
+    Ping,
+    Pong,
     Refused,
     Release,
     RowReject,
+    Rows,
     Unknown,
     Welcome,
     decode_client,
+    decode_remote,
     decode_session_request,
     encode,
 )
-from headrace.slots import Ring, SlotLayout, Status
+from headrace.slots import Ring, SlotLayout, SlotView, Status
 
 
 class Do(enum.Enum):
@@ -54,9 +66,24 @@ class Do(enum.Enum):
     OLD_GENERATION = enum.auto()  # as if the slot had been reused before the client looks
     NO_SLOT = enum.auto()  # one that the ring does not have
     WRONG_STATUS = enum.auto()  # a row that was never rendered
+    WRONG_TEXT = enum.auto()  # a text that is none
     GARBAGE = enum.auto()
     VANISH = enum.auto()  # as if killed
     GOODBYE = enum.auto()
+    # over tcp only
+    WHOLE_CHUNK = enum.auto()  # more rows than were asked for
+    SHORT_FRAME = enum.auto()
+    LONG_FRAME = enum.auto()
+    FRAME_LESS = enum.auto()
+    FRAME_MORE = enum.auto()
+    OTHER_ROWS = enum.auto()  # not those that were asked for
+    BEYOND = enum.auto()  # rows that no chunk has
+    OTHER_REQUEST = enum.auto()  # a number that was never used
+    TWICE = enum.auto()
+    STRANGE_REJECT = enum.auto()  # of a row that did not come
+    FALLING_ENDS = enum.auto()
+    MORE_TEXT = enum.auto()  # than its ends say
+    BEHIND_FAILED = enum.auto()  # frames where none belong
 
 
 def level(epoch: int, position: int) -> int:
@@ -66,6 +93,19 @@ def level(epoch: int, position: int) -> int:
 
 def index_of(position: int, samples: int) -> int:
     return samples - 1 - position
+
+
+def label_of(index: int, layout: SlotLayout) -> Any:
+    """As the layout has it: a number, or as many as it is wide."""
+    if layout.label_width:
+        return [index // 10 + column / 2 for column in range(layout.label_width)]
+    return index // 10 + (0.5 if layout.label_dtype == "float32" else 0)
+
+
+def text_of(index: int, labels: str, columns: Iterable[str]) -> list[Any]:
+    """The values of a row's text."""
+    values: list[Any] = [f"label {index} é"] if labels == "text" else []
+    return values + [[f"{column} " * (index % 3), {"n": index}, None, index / 2][index % 4] for column in columns]
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -87,15 +127,34 @@ def welcome(**change: Any) -> Welcome:
     return Welcome(**(about | change))
 
 
+@dataclass(eq=False)
+class Remote:
+    """A session over tcp, at the daemon: its connections, and whose turn it is to bring rows."""
+
+    control: bytes | None
+    lanes: list[bytes] = field(default_factory=list)
+    turn: int = 0
+
+    def next_lane(self) -> bytes:
+        self.turn += 1
+        return self.lanes[self.turn % len(self.lanes)]
+
+
 class ScriptedDaemon:
     """Serves until it is closed; a context manager.
+
+    Args:
+        split: rows of a frame of images.
+        endpoint: where tcp is to be served; None: where there is room.
 
     Attributes:
         behave: decides about each GET; called in the daemon's thread.
         gets, hellos: what came, in order.
-        sessions: the token of each.
+        sessions: the token of each on a Unix connection.
+        remote: the sessions over tcp, by token.
         leases: deliveries that were not released.
         cancelled: the requests that Cancel named.
+        left: the tokens that Leave named.
     """
 
     def __init__(
@@ -118,6 +177,12 @@ class ScriptedDaemon:
         notices: Iterable[str] = (),
         indexing: int | None = 0,
         refuse: Refused | None = None,
+        label_dtype: Any = "int64",
+        label_width: int = 0,
+        labels: str = "numbers",
+        columns: Iterable[str] = (),
+        split: int = 3,
+        endpoint: str | None = None,
         behave: Callable[[Get], Do] = lambda get: Do.ANSWER,
     ) -> None:
         self.address = f"ipc://{path}"
@@ -125,20 +190,29 @@ class ScriptedDaemon:
         self.gets: list[Get] = []
         self.hellos: list[Hello] = []
         self.sessions: dict[Channel, bytes] = {}
+        self.remote: dict[bytes, Remote] = {}
         self.leases: dict[tuple[bytes, int], int] = {}
         self.cancelled: list[int] = []
+        self.left: list[bytes] = []
         self.render_id = render_id
         self.bad = frozenset(bad)
         self.seen: set[int] = set()
-        self._path, self._samples, self._window = path, samples, window
-        self._layout = SlotLayout(chunk, *size)
-        self._ring = Ring.create(self._layout, slots)
+        self.instance = secrets.token_bytes(16)
+        self.unix_address = self.address  # as Pong has it
+        self._path, self._samples, self._window, self._split = path, samples, window, split
+        self._labels, self._columns = labels, list(columns)
+        text = 0
+        if self._columns or labels == "text":
+            text = chunk * max(len(self._text(index)) for index in range(samples))
+        self.layout = SlotLayout(chunk, *size, label_dtype, label_width, text)
+        self._ring = Ring.create(self.layout, slots)
+        self._spare = Ring.create(self.layout, 1)
         self._free = list(range(slots))
         self._waiting: list[tuple[bytes, Get, Do]] = []
         self._indexing, self._refuse = indexing, refuse
         self._about: dict[str, Any] = {
             "samples": samples, "seed": seed, "classes": ["cat", "dog"], "output": output or Output(),
-            "labels": "numbers", "columns": [],
+            "labels": labels, "columns": self._columns,
             "fingerprints": Fingerprints(data="data", order=order, pixels=pixels), "on_bad_sample": on_bad_sample,
             "max_bad": max_bad, "notices": list(notices),
         }  # fmt: skip
@@ -152,6 +226,11 @@ class ScriptedDaemon:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 0
         self._router.bind(f"{self.address}.zmq")
+        self._tcp = self._context.socket(zmq.ROUTER)
+        self._tcp.linger = 0
+        self._tcp.ipv6 = True
+        self._tcp.bind(endpoint or "tcp://127.0.0.1:*")
+        self.tcp_address = cast(bytes, self._tcp.last_endpoint).decode().rstrip("\0")
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._gone = False
         self._thread = threading.Thread(target=self._run, name="scripted-daemon", daemon=True)
@@ -187,6 +266,7 @@ class ScriptedDaemon:
         poller.register(self._stop, zmq.POLLIN)
         poller.register(self._listener.fileno(), zmq.POLLIN)
         poller.register(self._router, zmq.POLLIN)
+        poller.register(self._tcp, zmq.POLLIN)
         try:
             while not self._gone:
                 ready = dict(poller.poll())
@@ -204,44 +284,68 @@ class ScriptedDaemon:
                 while not self._gone and cast(int, self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                     identity, data = self._router.recv_multipart(zmq.NOBLOCK)
                     self._hear(identity, data)
+                while not self._gone and cast(int, self._tcp.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    identity, data = self._tcp.recv_multipart(zmq.NOBLOCK)
+                    self._hear_remote(identity, decode_remote(data))
         finally:
             for channel in self._channels.values():
                 channel.close()
             self._listener.close()
             self._router.close()
+            self._tcp.close(200 if self._gone else 0)
             self._context.term()
             self._ring.close()
+            self._spare.close()
 
     def _talk(self, channel: Channel) -> bool:
         """Answer a connection; False once it has ended."""
         try:
             for data, _ in channel.receive():
                 message = decode_session_request(data)
-                assert isinstance(message, Hello)
+                if isinstance(message, Ping):
+                    channel.post(encode(self._pong()))
+                    continue
                 self.hellos.append(message)
-                for done in range(self._indexing or 0):
-                    channel.post(encode(Indexing(stream="train", unit="files", done=done, total=self._indexing or 0)))
-                if self._refuse is not None:
-                    channel.post(encode(self._refuse))
-                elif self._indexing is not None:
-                    self._welcome(channel)
+                for answer in self._answers():
+                    channel.post(encode(answer))
+                if self._refuse is None and self._indexing is not None:
+                    self._welcome(channel, message.transport)
         except Closed:
             return False
         return True
 
-    def _welcome(self, channel: Channel) -> None:
-        token = self.sessions[channel] = secrets.token_bytes(16)
-        fd = self._ring.read_only_fd()
-        welcome = Welcome(
-            pid=os.getpid(), token=token, endpoint=f"{self.address}.zmq", transport="shm", stream="train",
-            layout=self._layout, slots=self._ring.slots, render_id=self.render_id, window=self._window,
+    def _answers(self) -> list[Message]:
+        """To Hello, but for Welcome."""
+        total = self._indexing or 0
+        answers: list[Message] = [Indexing(stream="train", unit="files", done=n, total=total) for n in range(total)]
+        return answers if self._refuse is None else [*answers, self._refuse]
+
+    def _about_session(self, token: bytes, transport: str, endpoint: str) -> Welcome:
+        return Welcome(
+            pid=os.getpid(), token=token, endpoint=endpoint, transport=transport, stream="train",
+            layout=self.layout, slots=self._ring.slots, render_id=self.render_id, window=self._window,
             **self._about,
         )  # fmt: skip
-        channel.post(encode(welcome), [fd])
+
+    def _welcome(self, channel: Channel, transport: str) -> None:
+        token = self.sessions[channel] = secrets.token_bytes(16)
+        if transport == "tcp":
+            self.remote[token] = Remote(None)
+            channel.post(encode(self._about_session(token, "tcp", self.tcp_address)))
+            return
+        fd = self._ring.read_only_fd()
+        channel.post(encode(self._about_session(token, "shm", f"{self.address}.zmq")), [fd])
         os.close(fd)
+
+    def _pong(self) -> Pong:
+        return Pong(
+            pid=os.getpid(), version="0", workers=[], deaths=0, seconds={}, streams={}, sessions=len(self.sessions),
+            address=self.unix_address, instance=self.instance,
+        )  # fmt: skip
 
     def _end(self, channel: Channel) -> None:
         token = self.sessions.pop(channel, b"")
+        self.remote.pop(token, None)
         for key in [key for key in self.leases if key[0] == token]:
             self._free.append(self.leases.pop(key))
         channel.close()
@@ -253,49 +357,78 @@ class ScriptedDaemon:
         elif isinstance(message, Release):
             self._free.append(self.leases.pop((message.token, message.request)))
         elif isinstance(message, Cancel):
-            self.cancelled.append(message.request)
-            self._waiting = [w for w in self._waiting if w[1].token != message.token or w[1].request > message.request]
+            self._cancel(message)
         else:
             self.gets.append(message)
-            self._act(identity, message, self.behave(message))
+            do = self.behave(message)
+            if not self._act(lambda answer: self._send(identity, answer), message, do) and do is not Do.NOTHING:
+                if do is Do.GARBAGE:
+                    self._router.send_multipart([identity, bytes([VERSION]) + b"\x81\xa4type\xa5Hello"])
+                else:
+                    self._waiting.append((identity, message, do))
         while self._free and self._waiting:
             self._deliver(*self._waiting.pop(0))
 
-    def _act(self, identity: bytes, get: Get, do: Do) -> None:
+    def _cancel(self, message: Cancel) -> None:
+        self.cancelled.append(message.request)
+        self._waiting = [w for w in self._waiting if w[1].token != message.token or w[1].request > message.request]
+
+    def _act(self, answer: Callable[[Message], None], get: Get, do: Do) -> bool:
+        """What is the same for both transports; whether it was that."""
         if do is Do.FAIL:
-            self._send(identity, Failed(request=get.request, kind="DatasetError", text=f"chunk {get.chunk}: EIO"))
+            answer(Failed(request=get.request, kind="DatasetError", text=f"chunk {get.chunk}: EIO"))
         elif do is Do.UNKNOWN:
-            self._send(identity, Unknown(token=get.token))
-        elif do is Do.GARBAGE:
-            self._router.send_multipart([identity, bytes([VERSION]) + b"\x81\xa4type\xa5Hello"])
+            answer(Unknown(token=get.token))
         elif do is Do.VANISH:
             self._gone = True
         elif do is Do.GOODBYE:
             for channel in self._channels.values():
                 channel.post(encode(Goodbye(reason="maintenance")))
+            for remote in self.remote.values():
+                if remote.control is not None:
+                    self._tcp.send_multipart([remote.control, encode(Goodbye(reason="maintenance"))])
             self._gone = True
-        elif do is not Do.NOTHING:
-            self._waiting.append((identity, get, do))
+        else:
+            return False
+        return True
+
+    def _text(self, index: int) -> bytes:
+        return msgspec.msgpack.encode(text_of(index, self._labels, self._columns))
+
+    def _fill(self, view: SlotView, get: Get) -> list[RowReject]:
+        rejects, end = [], 0
+        for row in range(self.layout.chunk):
+            position = get.chunk * self.layout.chunk + row
+            if position < self._samples:
+                index = index_of(position, self._samples)
+                view.indices[row] = index
+                view.labels[row] = 0 if self._labels == "text" else label_of(index, self.layout)
+                view.status[row], view.images[row] = Status.OK, level(get.epoch, position)
+                if position in self.bad:
+                    view.status[row], view.images[row] = Status.REJECTED, 0
+                    path = f"/data/{position}.jpg"
+                    rejects.append(RowReject(row=row, index=index, path=path, stage="decode", reason="cut short"))
+                if self.layout.text:
+                    text = self._text(index)
+                    view.text[end : end + len(text)] = np.frombuffer(text, np.uint8)
+                    end += len(text)
+            else:
+                view.status[row] = Status.PENDING
+            view.ends[row] = end
+        return rejects
+
+    def _spoil(self, view: SlotView, get: Get, do: Do) -> None:
+        if do is Do.WRONG_STATUS:
+            view.status[get.first] = Status.RENDERING
+        if do is Do.WRONG_TEXT:
+            view.text[...] = 0xC1  # no MessagePack begins with it
 
     def _deliver(self, identity: bytes, get: Get, do: Do) -> None:
         slot = self._free.pop()
-        view, rejects = self._ring.views[slot], []
+        view = self._ring.views[slot]
         self._ring.generation[slot] += 1
-        for row in range(self._layout.chunk):
-            position = get.chunk * self._layout.chunk + row
-            if position >= self._samples:
-                view.status[row] = Status.PENDING
-                continue
-            index = index_of(position, self._samples)
-            view.indices[row], view.labels[row] = index, index // 10
-            view.status[row], view.images[row] = Status.OK, level(get.epoch, position)
-            if position in self.bad:
-                view.status[row], view.images[row] = Status.REJECTED, 0
-                rejects.append(
-                    RowReject(row=row, index=index, path=f"/data/{position}.jpg", stage="decode", reason="cut short")
-                )
-        if do is Do.WRONG_STATUS:
-            view.status[0] = Status.RENDERING
+        rejects = self._fill(view, get)
+        self._spoil(view, get, do)
         self.leases[get.token, get.request] = slot
         generation = int(self._ring.generation[slot])
         if do is Do.OLD_GENERATION:
@@ -305,10 +438,102 @@ class ScriptedDaemon:
             identity,
             Chunk(
                 request=get.request, slot=self._ring.slots if do is Do.NO_SLOT else slot, generation=generation,
-                render_id=self.render_id,
-                window=self._window, rejects=rejects,
+                render_id=self.render_id, window=self._window, rejects=rejects,
             ),
         )  # fmt: skip
 
     def _send(self, identity: bytes, message: Message) -> None:
         self._router.send_multipart([identity, encode(message)])
+
+    # -- tcp ------------------------------------------------------------------------------------------------
+
+    def _hear_remote(self, identity: bytes, message: Message) -> None:
+        def answer(reply: Message) -> None:
+            self._tcp.send_multipart([identity, encode(reply)])
+
+        match message:
+            case Ping():
+                answer(self._pong())
+            case Hello():
+                self.hellos.append(message)
+                for reply in self._answers():
+                    answer(reply)
+                if self._refuse is None and self._indexing is not None:
+                    token = secrets.token_bytes(16)
+                    self.remote[token] = Remote(identity)
+                    answer(self._about_session(token, "tcp", ""))
+            case Attach() | Leave() | Get() | Cancel():
+                remote = self.remote.get(message.token)
+                if remote is None:
+                    answer(Unknown(token=message.token))
+                else:
+                    self._in_session(identity, remote, message)
+            case _:
+                raise AssertionError(message)
+
+    def _in_session(self, identity: bytes, remote: Remote, message: Attach | Leave | Get | Cancel) -> None:
+        match message:
+            case Attach():
+                if message.lane:
+                    remote.lanes.append(identity)
+                else:
+                    remote.control = identity
+                self._tcp.send_multipart([identity, encode(Alive())])
+                self._tcp.send_multipart([identity, encode(Attached(lane=message.lane))])
+            case Leave():
+                self.left.append(message.token)
+                del self.remote[message.token]
+            case Cancel():
+                self._cancel(message)
+            case Get():
+                assert identity == remote.control
+                self.gets.append(message)
+                do = self.behave(message)
+                if not self._act(lambda reply: self._tcp.send_multipart([identity, encode(reply)]), message, do):
+                    for _ in range(2 if do is Do.TWICE else do is not Do.NOTHING):
+                        self._tcp.send_multipart([remote.next_lane(), *self._rows(message, do)])
+
+    def _rows(self, get: Get, do: Do) -> list[bytes]:
+        """The frames of an answer."""
+        view = self._spare.views[0]
+        rejects = self._fill(view, get)
+        self._spoil(view, get, do)
+        here = self.layout.rows(self._samples, get.chunk)
+        first, count = (0, here) if do is Do.WHOLE_CHUNK or not get.count else (get.first, get.count)
+        rows = slice(first, first + count)
+        ends, start = view.ends[rows].copy(), int(view.ends[first - 1]) if first else 0
+        text = view.text[start : ends[-1]].tobytes()
+        ends -= start
+        if do is Do.FALLING_ENDS:
+            ends[0] = ends[-1] + 1
+        frames = [view.images[rows][row : row + self._split].tobytes() for row in range(0, count, self._split)]
+        frames += [view.labels[rows].tobytes(), view.indices[rows].tobytes(), view.status[rows].tobytes()]
+        if self.layout.text:
+            frames += [ends.tobytes(), text + b"\xc0" * (do is Do.MORE_TEXT)]
+        message = Rows(
+            request=get.request + (1000 if do is Do.OTHER_REQUEST else 0), first=first, count=count,
+            split=self._split, render_id=self.render_id, window=self._window,
+            rejects=[reject for reject in rejects if first <= reject.row < first + count],
+        )  # fmt: skip
+        change = msgspec.structs.replace
+        match do:
+            case Do.GARBAGE:
+                return [bytes([VERSION]) + b"\x81\xa4type\xa5Hello"]
+            case Do.SHORT_FRAME:
+                frames[0] = frames[0][:-1]
+            case Do.LONG_FRAME:
+                frames[-1] += b"x"
+            case Do.FRAME_LESS:
+                frames.pop()
+            case Do.FRAME_MORE:
+                frames.append(b"")
+            case Do.OTHER_ROWS:
+                message = change(message, first=first + 1)
+            case Do.BEYOND:
+                message = change(message, first=self.layout.chunk)
+            case Do.STRANGE_REJECT:
+                reject = RowReject(row=self.layout.chunk, index=0, path="/x", stage="decode", reason="cut")
+                message = change(message, rejects=[reject])
+            case Do.BEHIND_FAILED:
+                return [encode(Failed(request=get.request, kind="DatasetError", text="x")), *frames]
+        return [encode(message), *frames]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from headrace.connect import connect, socket_path
-from headrace.errors import ConfigError, ConnectionLost
+from headrace import connect as module
+from headrace.connect import connect, reach, scheme, socket_path, tcp_place
+from headrace.errors import ConfigError, ConnectionLost, DeadlineError, HeadraceError, ProtocolError
+from headrace.session import Interrupted
 
 
 def listener(path: Path, backlog: int = 8) -> socket.socket:
@@ -29,7 +33,7 @@ def test_an_ipc_address_names_a_path() -> None:
 @pytest.mark.parametrize(
     ("address", "named"),
     [
-        ("tcp://host:5555", "tcp is not available yet"),
+        ("tcp://host:5555", "must be ipc://PATH"),
         ("ipc://", "must be ipc://PATH"),
         ("unix:///x", "must be ipc://PATH"),
         ("/x", "must be ipc://PATH"),
@@ -39,6 +43,43 @@ def test_an_ipc_address_names_a_path() -> None:
 def test_another_address_is_refused_with_the_reason(address: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         socket_path(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "place"),
+    [
+        ("tcp://data-host:5555", ("data-host", 5555)),
+        ("tcp://127.0.0.1:1", ("127.0.0.1", 1)),
+        ("tcp://[::1]:65535", ("::1", 65535)),
+        ("tcp://[fe80::1%eth0]:80", ("fe80::1%eth0", 80)),
+    ],
+)
+def test_a_tcp_address_names_host_and_port(address: str, place: tuple[str, int]) -> None:
+    assert tcp_place(address) == place
+    assert scheme(address) == "tcp"
+    assert scheme("ipc:///x") == "ipc"
+
+
+@pytest.mark.parametrize(
+    ("address", "named"),
+    [
+        ("tcp://", "must be tcp://HOST:PORT"),
+        ("tcp://host", "must be tcp://HOST:PORT"),
+        ("tcp://:5555", "must be tcp://HOST:PORT"),
+        ("tcp://host:0", "from 1 to 65535"),
+        ("tcp://host:65536", "from 1 to 65535"),
+        ("tcp://host:http", "from 1 to 65535"),
+        ("tcp://host:+1", "from 1 to 65535"),
+        ("tcp://host:5555/x", "from 1 to 65535"),
+        ("tcp://::1:5555", "in brackets"),
+        ("tcp://[::1]", "in brackets"),
+        ("tcp://*:5555", "name the host"),
+        ("http://host:80", "must be ipc://PATH or tcp://HOST:PORT"),
+    ],
+)
+def test_a_tcp_address_that_cannot_be_is_refused_with_the_reason(address: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        scheme(address)
 
 
 def test_a_frame_goes_through(tmp_path: Path) -> None:
@@ -84,3 +125,128 @@ def test_a_daemon_whose_queue_is_full_is_waited_for(tmp_path: Path) -> None:
         for channel in (first, second):
             channel.close()
         accepted[0].close()
+
+
+# -- tcp ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def never() -> Iterator[int]:
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    yield fd
+    os.close(fd)
+
+
+@contextlib.contextmanager
+def service(*said: bytes, family: socket.AddressFamily = socket.AF_INET) -> Iterator[int]:
+    """A port at which each connection is told the next of these; the last stays open."""
+    with socket.socket(family) as server:
+        server.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
+        server.listen()
+        kept: list[socket.socket] = []
+
+        def serve() -> None:
+            for words in said:
+                kept.append(server.accept()[0])
+                kept[-1].sendall(words)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            thread.join(10)
+            for sock in kept:
+                sock.close()
+
+
+GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f"
+
+
+def test_a_daemon_is_reached_by_number_whatever_its_name(never: int) -> None:
+    with service(GREETING, GREETING) as port:
+        assert reach(f"tcp://127.0.0.1:{port}", timeout=10, stop=never) == f"tcp://127.0.0.1:{port}"
+        assert reach(f"tcp://localhost:{port}", timeout=10, stop=never) == f"tcp://127.0.0.1:{port}"
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as sock:
+        sock.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+def test_a_daemon_is_reached_over_ipv6(never: int) -> None:
+    with service(GREETING, family=socket.AF_INET6) as port:
+        assert reach(f"tcp://[::1]:{port}", timeout=10, stop=never) == f"tcp://[::1]:{port}"
+
+
+def test_a_port_at_which_nobody_listens_says_so_at_once(never: int) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))  # and does not listen
+        before = time.monotonic()
+        with pytest.raises(ConnectionLost, match="no daemon at .*nobody listens at this port"):
+            reach(f"tcp://127.0.0.1:{sock.getsockname()[1]}", timeout=60, stop=never)
+        assert time.monotonic() - before < 30
+
+
+def test_a_host_that_is_not_known_is_named(never: int) -> None:
+    with pytest.raises(ConnectionLost, match="host 'no-such-host.invalid' is not known"):
+        reach("tcp://no-such-host.invalid:5555", timeout=10, stop=never)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "named"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", ProtocolError, "no daemon of this kind: it begins with b'SSH-2"),
+        (b"", DeadlineError, r"says nothing for 0\.3 s"),
+    ],
+)
+def test_another_service_at_the_port_is_told_from_a_daemon(
+    said: bytes, error: type[HeadraceError], named: str, never: int
+) -> None:
+    with service(said) as port, pytest.raises(error, match=named):
+        reach(f"tcp://127.0.0.1:{port}", timeout=0.3, stop=never)
+
+
+def test_a_connection_that_ends_at_once_is_no_daemon(never: int) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        thread = threading.Thread(target=lambda: server.accept()[0].close())
+        thread.start()
+        with pytest.raises(ConnectionLost, match="ended the connection at once"):
+            reach(f"tcp://127.0.0.1:{server.getsockname()[1]}", timeout=10, stop=never)
+        thread.join()
+
+
+def test_a_host_that_does_not_answer_runs_into_the_deadline(never: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        place = server.getsockname()
+        full = [socket.socket() for _ in range(8)]  # the queue is full, and packets to it are dropped
+        for sock in full:
+            sock.setblocking(False)
+            sock.connect_ex(place)
+        with pytest.raises(ConnectionLost, match="timed out .*firewall"):
+            reach(f"tcp://127.0.0.1:{place[1]}", timeout=0.3, stop=never)
+        for sock in full:
+            sock.close()
+
+
+def test_each_address_of_a_host_gets_its_share_of_the_time(never: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed, service(GREETING) as port:
+        closed.bind(("127.0.0.1", 0))
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", p)) for p in (closed.getsockname()[1], port)]
+        monkeypatch.setattr(module.socket, "getaddrinfo", lambda *_, **__: found)
+        assert reach(f"tcp://two-homes:{port}", timeout=10, stop=never) == f"tcp://127.0.0.1:{port}"
+
+
+def test_reaching_is_interrupted(never: int) -> None:
+    timer = threading.Timer(0.1, os.eventfd_write, (never, 1))
+    timer.start()
+    with service(b"") as port, pytest.raises(Interrupted):
+        reach(f"tcp://127.0.0.1:{port}", timeout=60, stop=never)
+    timer.join()

@@ -18,8 +18,8 @@ from scripted import Do, ScriptedDaemon, wait_until, welcome
 from headrace.channel import Channel, Closed
 from headrace.errors import ConfigError, ConnectionLost, DeadlineError, HeadraceError, ProtocolError
 from headrace.protocol import VERSION, Chunk, Failed, Goodbye, Refused, Welcome, encode
-from headrace.session import Interrupted, Refusal
-from headrace.shm import SharedSession, cut
+from headrace.session import Interrupted, Refusal, cut
+from headrace.shm import SharedSession
 from headrace.slots import Ring, SlotLayout
 
 
@@ -177,7 +177,7 @@ def test_closing_ends_the_connection_though_a_child_was_forked_in_the_handshake(
     copies: list[socket.socket] = []
     with ScriptedDaemon(tmp_path / "d.sock") as daemon:
         session = SharedSession.open(daemon.address, None, context, timeout=10, stop=wake)
-        copies.append(session._channel.sock.dup())  # as the child has it
+        copies.append(session._lifeline._channel.sock.dup())  # as the child has it
         session.close()
         wait_until(lambda: not daemon.sessions)
         copies.pop().close()

@@ -1,0 +1,74 @@
+"""Which way chunks come: through shared memory from a daemon on this host, over tcp from another."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import zmq
+
+from headrace.connect import scheme
+from headrace.errors import ConfigError, HeadraceError
+from headrace.ping import ask
+from headrace.session import Session
+from headrace.shm import SharedSession
+from headrace.tcp import RemoteSession
+
+log = logging.getLogger(__name__)
+
+Transport = Literal["auto", "shm", "tcp"]
+
+#: Seconds that a daemon that has just answered over tcp may take to answer at its Unix socket.
+_NEAR = 5.0
+
+
+def open_session(
+    address: str,
+    stream: str | None,
+    transport: Transport,
+    context: zmq.Context[zmq.Socket[bytes]],
+    *,
+    timeout: float,
+    stop: int,
+) -> Session:
+    """Connect, say `Hello` and wait for `Welcome`, however long the listing takes while it makes progress.
+
+    Args:
+        address: of the daemon.
+        stream: its name, or None where there is just one.
+        timeout: seconds without progress.
+        stop: a descriptor; when it becomes readable, `Interrupted` is raised.
+
+    Raises:
+        Refusal: the daemon says no.
+        ConfigError: not an address, or `shm` and the daemon is on another host.
+        ConnectionLost: nobody listens there, or the connection ended.
+        DeadlineError: no progress.
+        ProtocolError: an answer that this version cannot take.
+    """
+    remote = scheme(address) == "tcp"
+    if transport == "tcp":
+        begin = RemoteSession.open if remote else RemoteSession.open_here
+        return begin(address, stream, context, timeout=timeout, stop=stop)
+    if remote:
+        unix = _on_this_host(address, timeout=timeout, stop=stop)
+        if isinstance(unix, str):
+            return SharedSession.open(unix, stream, context, timeout=timeout, stop=stop)
+        if transport == "shm":
+            raise ConfigError(
+                f"transport: shm needs a daemon on this host, and the one at {address} is not: {unix}; use 'tcp'"
+            )
+        return RemoteSession.open(address, stream, context, timeout=timeout, stop=stop)
+    return SharedSession.open(address, stream, context, timeout=timeout, stop=stop)
+
+
+def _on_this_host(address: str, *, timeout: float, stop: int) -> str | HeadraceError:
+    """The daemon's `ipc://` address if it is reached there, or else why not."""
+    there = ask(address, timeout=timeout, stop=stop)
+    try:
+        here = ask(there.address, timeout=min(timeout, _NEAR), stop=stop)
+    except HeadraceError as error:
+        return error
+    if here.instance != there.instance:
+        return HeadraceError(f"another daemon is at {there.address} here")
+    return there.address
