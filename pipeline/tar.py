@@ -161,9 +161,7 @@ class Tar:
 
     def _extension(self, at: int, size: int) -> bytes:
         if size > _LONGEST_EXTENSION:
-            raise TarError(
-                f"the extended header at offset {at} has {size} bytes, over the limit of {_LONGEST_EXTENSION}"
-            )
+            raise TarError(f"an extended header, at offset {at}, has {size} bytes; {_LONGEST_EXTENSION} are allowed")
         return self.read(at + BLOCK, size)
 
     def _no_header(self, at: int, block: bytes) -> TarError:
