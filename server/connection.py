@@ -1,53 +1,171 @@
-"""A client's Unix connection at the daemon, and the session that it carries once there was a Hello."""
+"""A client at the daemon: where it says Hello, and the session that it carries then."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 
 from headrace import protocol
-from headrace.channel import Channel
+from headrace.channel import Channel, Closed
+from headrace.protocol import Message
 from headrace.server.desk import Session
-from headrace.server.listener import Listener
+from headrace.server.network import Network
+from headrace.server.transport import Transport
+from headrace.workers.loop import Loop
+
+#: Bytes that a client may leave unread on its Unix connection.
+_UNREAD = 1 << 20
 
 
-@dataclass(eq=False, slots=True)
-class Connection:
+class Gone(Exception):
+    """The client has ended, or does not read what it is told."""
+
+
+class Connection(ABC):
     """
-    Attributes:
-        listener: where it came in.
-        pidfd: of the client; -1 where its PID means nothing here.
+    Args:
         name: for the log.
+        offers: the transports that a session begun here may have, by name.
+
+    Attributes:
+        since: when it came.
         stream: that it said Hello for.
-        token: of the session; empty before there is one.
-        identity: at the ROUTER; known from the session's first message on.
+        transport: that it asked for.
+        session, token: None and empty before there is one.
         expelled: no message of it is taken any more. Its leases stay until its end proves that nobody reads.
+        members: its session's connections over tcp.
     """
 
-    channel: Channel
-    listener: Listener
-    pidfd: int
-    name: str
-    since: float = field(default_factory=time.monotonic)
-    stream: str | None = None
-    session: Session | None = None
-    token: bytes = b""
-    identity: bytes = b""
-    expelled: bool = False
+    #: Descriptors that it takes, beside those of connections over tcp, which are counted there.
+    descriptors = 0
 
-    @classmethod
-    def accepted(cls, sock: socket.socket, pid: int, uid: int, listener: Listener) -> Connection:
-        """Of a socket that was just accepted; owned from now on."""
-        channel = Channel(sock, limit=protocol.CLIENT_LIMIT)
-        return cls(channel, listener, _pidfd(pid), f"client {pid} (uid {uid})")
+    def __init__(self, name: str, offers: Mapping[str, Callable[[], Transport]]) -> None:
+        self.name = name
+        self.offers = offers
+        self.since = time.monotonic()
+        self.stream: str | None = None
+        self.transport: Transport | None = None
+        self.session: Session | None = None
+        self.token = b""
+        self.expelled = False
+        self.members: set[tuple[Network, bytes]] = set()
+
+    @abstractmethod
+    def say(self, message: Message, *fds: int) -> None:
+        """Tell the client something, with descriptors that remain the caller's.
+
+        Raises:
+            Gone: it is not there any more, or does not read.
+        """
+
+    @property
+    def behind(self) -> bool:
+        """Whether it has not read yet what it was told."""
+        return False
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing is heard of it any more."""
+
+
+class UnixConnection(Connection):
+    """A connection to the Unix socket. Its end is the end of the session.
+
+    Args:
+        sock: that was just accepted; owned from now on.
+        pid, uid: of the process at the other end.
+
+        loop: calls `heard` back when there is something to receive, and `ended` when the process has ended.
+    """
+
+    descriptors = 3  # its own, its process's, ZeroMQ's
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        pid: int,
+        uid: int,
+        offers: Mapping[str, Callable[[], Transport]],
+        loop: Loop,
+        heard: Callable[[UnixConnection], None],
+        ended: Callable[[UnixConnection], None],
+    ) -> None:
+        super().__init__(f"client {pid} (uid {uid})", offers)
+        self._channel = Channel(sock, limit=protocol.CLIENT_LIMIT)
+        self._loop = loop
+        self._heard = heard
+        self._pidfd = _pidfd(pid)
+        self._watch()
+        if self._pidfd >= 0:
+            loop.watch(self._pidfd, lambda: ended(self))
+
+    def receive(self) -> list[bytes]:
+        """What has arrived.
+
+        Raises:
+            Gone: nothing, and nothing will.
+            ProtocolError: a frame that is too large.
+        """
+        try:
+            self._channel.flush()
+            self._watch()
+            return [frame for frame, _ in self._channel.receive()]
+        except Closed:
+            raise Gone("the connection has ended") from None
+
+    def say(self, message: Message, *fds: int) -> None:
+        if self._channel.queued_bytes > _UNREAD:
+            raise Gone("it does not read what it is told")
+        try:
+            self._channel.post(protocol.encode(message), fds)
+        except Closed:
+            raise Gone("the connection has ended") from None
+        except OSError as error:
+            raise Gone(str(error)) from None
+        self._watch()
+
+    @property
+    def behind(self) -> bool:
+        return self._channel.pending
 
     def close(self) -> None:
-        self.channel.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
+        self._loop.unwatch(self._channel)
+        if self._pidfd >= 0:
+            self._loop.unwatch(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        self._channel.close()
+
+    def _watch(self) -> None:
+        self._loop.watch(self._channel, lambda: self._heard(self), write=self._channel.pending)
+
+
+class RemoteConnection(Connection):
+    """A control connection over tcp whose client said Hello on it. Its end is found out by asking.
+
+    Args:
+        network: over which it came.
+        identity: of the connection there.
+        peer: its address.
+    """
+
+    def __init__(
+        self, network: Network, identity: bytes, peer: str, offers: Mapping[str, Callable[[], Transport]]
+    ) -> None:
+        super().__init__(f"client at {peer}", offers)
+        self._network = network
+        self._identity = identity
+        self.members.add((network, identity))
+
+    def say(self, message: Message, *fds: int) -> None:
+        if not self._network.send(self._identity, message):
+            raise Gone("it is gone, or does not read what it is told")
+
+    def close(self) -> None:
+        pass  # its peer ends it
 
 
 def _pidfd(pid: int) -> int:

@@ -23,11 +23,11 @@ from headrace.server.cache import Address, Cache, History, Slot, State
 
 
 class Wanted(NamedTuple):
-    """What a request is for: rows `first` to `first + count - 1` of a chunk."""
+    """What a request is for: so many rows of a chunk, from `first` on."""
 
     address: Address
-    first: int = 0
-    count: int = 0
+    first: int
+    rows: int
 
 
 @dataclass(eq=False, slots=True)
@@ -50,13 +50,13 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A chunk that was leased to a session; `first` and `count` are the rows that it asked for."""
+    """A chunk that was leased to a session, which asked for so many rows from `first` on."""
 
     session: Session
     request: int
     slot: Slot
     first: int
-    count: int
+    rows: int
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class Desk:
         session.ended = True
         self._drop_ended(session)
 
-    def get(self, session: Session, request: int, address: Address, first: int = 0, count: int = 0) -> None:
+    def get(self, session: Session, request: int, address: Address, first: int = 0, rows: int = 0) -> None:
         """Note a request.
 
         Raises:
@@ -128,7 +128,7 @@ class Desk:
         """
         if request in session.pending or request in session.leases:
             raise ValueError(f"request {request} is in use")
-        session.pending[request] = Wanted(address, first, count)
+        session.pending[request] = Wanted(address, first, rows)
         self._waiters.setdefault(address, set()).add((session, request))
         if (slot := self.cache.find(address)) is not None and slot.state is State.READY:
             session.ready.add(request)
@@ -161,7 +161,7 @@ class Desk:
                 session.leases[request] = slot
                 self._done(session, request)
                 self.counters.delivered += 1
-                found.append(Delivery(session, request, slot, wanted.first, wanted.count))
+                found.append(Delivery(session, request, slot, wanted.first, wanted.rows))
         return found
 
     def next_fill(self) -> Slot | None:

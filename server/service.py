@@ -1,7 +1,8 @@
 """The daemon's loop: turns GETs into tasks and slots into leases. It touches no sample bytes.
 
-One thread, one poll loop over the Unix listeners and their connections, ZeroMQ's ROUTER, the workers and signals.
-What is decided lives in `desk` and `cache`; here is only the I/O around it.
+One thread, one poll loop over the Unix listeners and their connections, ZeroMQ's ROUTERs, the workers and signals.
+What is decided lives in `desk` and `cache`; here is only the I/O around it. Where a client comes from is its
+`Connection`'s matter, and how it gets its chunks that of the `Transport` it asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from headrace.pipeline.index import Index
 from headrace.pipeline.spec import Config, Stream
 from headrace.protocol import (
     Cancel,
-    Chunk,
     Failed,
     Get,
     Goodbye,
@@ -40,11 +40,14 @@ from headrace.protocol import (
     Welcome,
 )
 from headrace.server import ring_size
-from headrace.server.connection import Connection
+from headrace.server.connection import Connection, Gone, UnixConnection
 from headrace.server.desk import Session
 from headrace.server.listener import Listener
+from headrace.server.network import TIMINGS, Timings, make_router, send
+from headrace.server.remote import Remote
 from headrace.server.signals import Signals
 from headrace.server.streams import Listing, OpenStream, open_stream
+from headrace.server.transport import SharedMemory, Transport
 from headrace.workers import cpus, supervisor
 from headrace.workers.loop import Loop
 from headrace.workers.supervisor import Broken, Convicted, Finished, Job, Report, Started, Supervisor
@@ -61,12 +64,9 @@ _FIRST_SESSION = 30.0
 _DRAIN = 2.0
 #: Messages that are taken in one turn of the loop: one client's flood must not keep the others waiting.
 _TURN = 256
-#: Bytes that a client may leave unread on its connection.
-_UNREAD = 1 << 20
 #: Bytes of a ring that are reserved in one turn, some 20 ms.
 _RESERVE = 64 << 20
-#: Descriptors that a connection takes: its own, its process's, ZeroMQ's. And what is kept for everything else.
-_PER_CONNECTION = 3
+#: Descriptors that are kept for all but clients.
 _KEPT = 64
 
 
@@ -96,13 +96,23 @@ class Service:
     """
     Args:
         config: all of it.
-        listeners: where clients come; owned from now on.
+        listeners: where clients of this host come; owned from now on.
+        endpoints: where others come, `tcp://ADDRESS:PORT` in numbers.
         private: end with the last session.
     """
 
-    def __init__(self, config: Config, listeners: Sequence[Listener], *, private: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        listeners: Sequence[Listener],
+        endpoints: Sequence[str] = (),
+        *,
+        private: bool = False,
+        timings: Timings = TIMINGS,
+    ) -> None:
         self._config = config
         self._listeners = list(listeners)
+        self._endpoints = list(endpoints)
         self._private = private
         self._loop = Loop()
         self._hosts = [_Host(i, name, spec) for i, (name, spec) in enumerate(config.streams.items())]
@@ -117,19 +127,18 @@ class Service:
             config.workers.backend,
             self._reported,
         )
-        self._most_connections = _descriptors(self._supervisor.count, len(self._hosts))
+        self._descriptors = _descriptors(self._supervisor.count, len(self._hosts))
         self._render_id: str | None = None
         self._broken: str | None = None
         self._nonsense = 0
         self._stop_signals = 0
         self._stopped_by: signal.Signals | None = None
         self._served = False
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it a message that does not fit vanishes
+        self._stopping = False
+        self._context = zmq.Context(_io_threads())
+        self._router = make_router(self._context)
         self._router.setsockopt(zmq.SNDHWM, 0)  # a session's answers are bounded by its requests
-        self._router.setsockopt(zmq.LINGER, 0)
-        self._router.setsockopt(zmq.MAXMSGSIZE, protocol.CLIENT_LIMIT)
+        self._remote = Remote(self._context, self._loop, self, self._descriptors // 2, timings)
         self._instance = secrets.token_bytes(16)
         self._started = self._touched = time.monotonic()
 
@@ -146,26 +155,28 @@ class Service:
         """
         signals = Signals(self._signalled)
         try:
-            self._startup(signals)
-            ready([listener.address for listener in self._listeners])
+            ready(self._startup(signals))
             self._main_loop()
         finally:
             self._shutdown()
             signals.restore()
         return self._stopped_by
 
-    def _startup(self, signals: Signals) -> None:
+    def _startup(self, signals: Signals) -> list[str]:
         self._loop.watch(signals.fileno(), signals.drain)
         for listener in self._listeners:
             listener.bind_zmq(self._router)
             self._loop.watch(listener.socket, lambda listener=listener: self._accept(listener))  # type: ignore[misc]
         self._loop.watch(self._router, self._router_readable)
+        endpoints = [self._remote.listen(endpoint) for endpoint in self._endpoints]
         self._supervisor.start()
+        return [*(listener.address for listener in self._listeners), *endpoints]
 
     def _main_loop(self) -> None:
         ticked = 0.0
         while not self._stop_signals and not self._deserted():
-            self._loop.run_once(0.0 if self._reserve() else _TICK)
+            self._loop.run_once(0.0 if self._reserve() else min(_TICK, self._remote.patience))
+            self._remote.sweep()
             self._pump()
             if time.monotonic() - ticked >= _TICK:
                 ticked = time.monotonic()
@@ -182,7 +193,11 @@ class Service:
         for connection in list(self._connections):
             if connection.stream is None and now - connection.since > _HELLO_TIMEOUT:
                 log.info("%s said no Hello", connection.name)
-                self._end(connection)
+                self.end(connection)
+            elif connection.session is not None and connection.transport is not None and not connection.expelled:
+                if (why := connection.transport.over(now)) is not None:
+                    self.expel(connection, why)
+        self._nonsense += self._remote.tick()
         if self._nonsense:
             log.warning("%d messages were none", self._nonsense)
             self._nonsense = 0
@@ -194,6 +209,7 @@ class Service:
     def _shutdown(self) -> None:
         """Three phases: no new clients; those who copy may finish; everything ends. A second signal forces."""
         log.info("stopping: no new clients")
+        self._stopping = True
         for listener in self._listeners:
             self._loop.unwatch(listener.socket)
             listener.stop()
@@ -203,7 +219,8 @@ class Service:
         deadline = time.monotonic() + _DRAIN
         try:
             while self._stop_signals < 2 and time.monotonic() < deadline and self._leased():
-                self._loop.run_once(0.05)
+                self._loop.run_once(min(0.05, self._remote.patience))
+                self._remote.sweep()
         except Exception:
             log.exception("stopping goes on")
         log.info("stopping: workers")
@@ -212,9 +229,10 @@ class Service:
                 host.listing.stop()
         self._supervisor.stop(force=self._stop_signals >= 2)
         for connection in list(self._connections):
-            self._end(connection)
+            self.end(connection)
+        self._remote.close()
         self._router.close()
-        self._context.term()
+        self._context.term()  # and with it every frame that has not left
         for host in self._hosts:
             if host.at is not None:
                 host.at.close()
@@ -223,7 +241,7 @@ class Service:
         log.info("stopped")
 
     def _leased(self) -> bool:
-        return any(session.leases for session in self._by_session)
+        return any(session.leases for host in self._hosts if host.at is not None for session in host.at.desk.sessions)
 
     def _signalled(self, number: int) -> None:
         self._stop_signals += 1
@@ -234,111 +252,122 @@ class Service:
 
     def _accept(self, listener: Listener) -> None:
         for sock, pid, uid in listener.accept():
-            if len(self._connections) >= self._most_connections:
-                log.warning("%d connections are the most, one more was closed; see ulimit -n", self._most_connections)
+            taken = sum(connection.descriptors for connection in self._connections) + self._remote.connections
+            if taken + UnixConnection.descriptors > self._descriptors:
+                log.warning("%d descriptors are taken, one more client was sent away; see ulimit -n", taken)
                 sock.close()
                 continue
-            connection = Connection.accepted(sock, pid, uid, listener)
-            self._connections.add(connection)
-            self._watch(connection)
-            if connection.pidfd >= 0:
-                self._loop.watch(connection.pidfd, lambda c=connection: self._end(c))  # type: ignore[misc]
+            offers: dict[str, Callable[[], Transport]] = {
+                "shm": lambda: SharedMemory(self._router, listener.zmq_endpoint),
+                "tcp": self._remote.offer,
+            }
+            self.come(UnixConnection(sock, pid, uid, offers, self._loop, self._heard, self.end))
 
-    def _watch(self, connection: Connection) -> None:
-        channel = connection.channel
-        self._loop.watch(channel, lambda: self._heard(connection), write=channel.pending)
+    def come(self, connection: Connection) -> None:
+        """A client is there."""
+        self._connections.add(connection)
 
-    def _heard(self, connection: Connection) -> None:
+    def find(self, token: bytes) -> Connection | None:
+        """Whose session that is."""
+        return self._by_token.get(token)
+
+    def _heard(self, connection: UnixConnection) -> None:
         try:
-            connection.channel.flush()
-            self._watch(connection)
-            for frame, _ in connection.channel.receive():
+            for frame in connection.receive():
                 if connection.expelled:
                     continue
-                self._session_message(connection, protocol.decode_session_request(frame))
+                message = protocol.decode_session_request(frame)
+                if isinstance(message, Ping):
+                    self._say(connection, self.pong())
+                else:
+                    self.greeted(connection, message)
                 if connection not in self._connections:
                     return
-        except Closed:
-            self._end(connection)
+        except Gone:
+            self.end(connection)
         except ProtocolError as error:
-            self._expel(connection, str(error), Refused(kind="ProtocolError", text=str(error)))
+            self.expel(connection, str(error), Refused(kind="ProtocolError", text=str(error)))
         except Exception as error:  # one client's trouble, whatever it is, is not the others'
             log.exception("%s", connection.name)
-            self._expel(connection, str(error), Refused(kind="HeadraceError", text=f"the daemon failed: {error}"))
+            self.expel(connection, str(error), Refused(kind="HeadraceError", text=f"the daemon failed: {error}"))
 
     def _say(self, connection: Connection, message: protocol.Message, *fds: int) -> None:
         try:
-            if connection.channel.queued_bytes > _UNREAD:
-                log.warning("%s does not read what it is told", connection.name)
-                raise Closed
-            connection.channel.post(protocol.encode(message), fds)
-        except (Closed, OSError) as error:
-            if not isinstance(error, Closed):
-                log.error("%s: %s", connection.name, error)
-            self._end(connection)
-        else:
-            self._watch(connection)
+            connection.say(message, *fds)
+        except Gone as error:
+            log.info("%s: %s", connection.name, error)
+            self.end(connection)
 
     def _refuse(self, connection: Connection, kind: str, text: str) -> None:
         self._say(connection, Refused(kind=kind, text=text))
-        self._end(connection)
+        self.end(connection)
 
-    def _expel(self, connection: Connection, reason: str, message: protocol.Message | None = None) -> None:
-        """The session is over for a reason of ours. Its reader may be in the middle of a copy: leases stay."""
+    def expel(self, connection: Connection, reason: str, message: protocol.Message | None = None) -> None:
+        """The session is over for a reason of ours. Where its reader may be in the middle of a copy, leases stay."""
         log.warning("%s: expelled: %s", connection.name, reason)
         connection.expelled = True
         self._by_token.pop(connection.token, None)
         self._say(connection, message or Goodbye(reason=reason))
-        host = self._host(connection)
-        if connection.session is None or host is None or host.at is None or not connection.session.leases:
-            self._end(connection)
-        else:
-            host.at.desk.cancel(connection.session)
+        at, session, transport = self._at(connection), connection.session, connection.transport
+        if at is None or session is None or transport is None or not transport.expel(at.desk, session):
+            self.end(connection)
 
-    def _end(self, connection: Connection) -> None:
-        """The connection is over. Its process is dead or has closed the mapping, so its leases end with it."""
+    def end(self, connection: Connection) -> None:
+        """The client is gone. On this host it is dead or has closed the mapping, so that its leases end with it."""
         if connection not in self._connections:
             return
         self._connections.discard(connection)
-        self._loop.unwatch(connection.channel)
-        if connection.pidfd >= 0:
-            self._loop.unwatch(connection.pidfd)
         connection.close()
-        host = self._host(connection)
+        self._remote.forget(connection)
+        host, at = self._host(connection), self._at(connection)
         if host is not None and connection in host.waiting:
             host.waiting.remove(connection)
-        if connection.session is not None and host is not None and host.at is not None:
-            host.at.desk.leave(connection.session)
+        if at is not None and connection.session is not None and connection.transport is not None:
+            connection.transport.leave(at.desk, connection.session)
             self._by_token.pop(connection.token, None)
             del self._by_session[connection.session]
-            log.info("%s left stream %s", connection.name, host.name)
+            log.info("%s left stream %s", connection.name, connection.stream)
+
+    def _at(self, connection: Connection) -> OpenStream | None:
+        host = self._host(connection)
+        return host.at if host is not None else None
 
     def _host(self, connection: Connection) -> _Host | None:
         return next((host for host in self._hosts if host.name == connection.stream), None)
 
-    def _session_message(self, connection: Connection, message: Hello | Ping) -> None:
-        if isinstance(message, Ping):
-            self._say(connection, self._pong())
-            return
+    def greeted(self, connection: Connection, hello: Hello) -> None:
+        """A client says which stream it wants, and how."""
         if connection.stream is not None:
             raise ProtocolError("a second Hello on one connection")
+        if self._stopping:
+            self._say(connection, Goodbye(reason="the daemon is stopping"))
+            self.end(connection)
+            return
         self._served = True
         names = ", ".join(host.name for host in self._hosts)
-        name = message.stream if message.stream is not None or len(self._hosts) > 1 else self._hosts[0].name
+        name = hello.stream if hello.stream is not None or len(self._hosts) > 1 else self._hosts[0].name
         host = next((host for host in self._hosts if host.name == name), None)
-        if message.transport != "shm":
-            self._refuse(connection, "ConfigError", f"transport {message.transport!r} is not offered here, only 'shm'")
+        offer = connection.offers.get(hello.transport)
+        if offer is None:
+            here = " and ".join(map(repr, connection.offers))
+            self._refuse(connection, "ConfigError", f"transport {hello.transport!r} is not offered here, only {here}")
         elif name is None:
             self._refuse(connection, "ConfigError", f"stream: this daemon has several, name one of: {names}")
         elif host is None:
             self._refuse(connection, "ConfigError", f"stream: there is no {name!r} here, only: {names}")
         else:
+            try:
+                connection.transport = offer()
+            except HeadraceError as error:
+                self._refuse(connection, *to_wire(error))
+                return
             connection.stream = name
-            connection.name += f" {message.client}" if message.client else ""
+            connection.name += f" {hello.client}" if hello.client else ""
             host.waiting.append(connection)
             self._open(host)
 
-    def _pong(self) -> Pong:
+    def pong(self) -> Pong:
+        """How it goes."""
         return Pong(
             pid=os.getpid(),
             version=__version__,
@@ -385,7 +414,7 @@ class Service:
 
     def _progress(self, host: _Host, unit: str, done: int, total: int) -> None:
         for connection in list(host.waiting):
-            if not connection.channel.pending:  # who does not read does not need older news
+            if not connection.behind:  # who does not read does not need older news
                 self._say(connection, Indexing(stream=host.name, unit=unit, done=done, total=total))
 
     def _listed(self, host: _Host, result: Index | tuple[str, str]) -> None:
@@ -430,8 +459,10 @@ class Service:
         self._open(host)
 
     def _welcome(self, host: _Host, at: OpenStream, connection: Connection, render_id: str) -> None:
+        transport = connection.transport
+        assert transport is not None
         try:
-            ring_fd = at.ring.read_only_fd()
+            fds = transport.begin(at)
         except OSError as error:
             self._refuse(connection, "HeadraceError", f"the daemon has no descriptor left for one more client: {error}")
             return
@@ -444,8 +475,8 @@ class Service:
         welcome = Welcome(
             pid=os.getpid(),
             token=connection.token,
-            endpoint=connection.listener.zmq_endpoint,
-            transport="shm",
+            endpoint=transport.endpoint,
+            transport=transport.name,
             stream=host.name,
             layout=at.ring.layout,
             slots=at.ring.slots,
@@ -462,9 +493,10 @@ class Service:
             window=at.desk.window,
             notices=at.index.notices,
         )
-        log.info("%s joined stream %s over shm, window %d", connection.name, host.name, at.desk.window)
-        self._say(connection, welcome, ring_fd)
-        os.close(ring_fd)
+        log.info("%s joined stream %s over %s, window %d", connection.name, host.name, transport.name, at.desk.window)
+        self._say(connection, welcome, *fds)
+        for fd in fds:
+            os.close(fd)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -486,46 +518,54 @@ class Service:
             log.debug("a message that is none: %s", error)
             self._nonsense += 1
             return
-        connection = self._by_token.get(message.token)
-        if connection is None:
-            self._answer(identity, Unknown(token=message.token))
+        connection = self.find(message.token)
+        if connection is None or not isinstance(connection.transport, SharedMemory):
+            send(self._router, identity, Unknown(token=message.token))
             return
-        connection.identity = identity
-        host = self._host(connection)
-        assert host is not None and host.at is not None and connection.session is not None
-        match message:
-            case Get():
-                self._get(connection, host.at, connection.session, message)
-            case Release(request=request):
-                host.at.desk.release(connection.session, request)
-            case Cancel(request=request):
-                host.at.desk.cancel(connection.session, request)
+        connection.transport.identity = identity
+        if isinstance(message, Release):
+            at = self._at(connection)
+            assert at is not None and connection.session is not None
+            at.desk.release(connection.session, message.request)
+        else:
+            self.requested(connection, message)
+
+    def requested(self, connection: Connection, message: Get | Cancel) -> None:
+        """A session asks for a chunk, or takes that back."""
+        at, session = self._at(connection), connection.session
+        assert at is not None and session is not None
+        if isinstance(message, Get):
+            self._get(connection, at, session, message)
+        else:
+            at.desk.cancel(session, message.request)
 
     def _get(self, connection: Connection, at: OpenStream, session: Session, get: Get) -> None:
         if get.chunk >= at.chunks:
-            self._expel(connection, f"it asked for chunk {get.chunk}, an epoch has the chunks 0 to {at.chunks - 1}")
-        elif len(session.pending) + len(session.leases) >= protocol.MAX_OUTSTANDING:
-            self._expel(connection, f"more than {protocol.MAX_OUTSTANDING} requests outstanding")
+            self.expel(connection, f"it asked for chunk {get.chunk}, an epoch has the chunks 0 to {at.chunks - 1}")
+            return
+        rows = at.rows(get.chunk)
+        count = get.count or rows - get.first
+        if count < 1 or get.first + count > rows:
+            self.expel(
+                connection,
+                f"it asked for {get.count or 'all'} rows from row {get.first} on, chunk {get.chunk} has the rows "
+                f"0 to {rows - 1}",
+            )
+        elif len(session.pending) >= protocol.MAX_OUTSTANDING:
+            self.expel(connection, f"more than {protocol.MAX_OUTSTANDING} requests outstanding")
         elif self._broken is not None:
             self._tell(connection, Failed(request=get.request, kind="HeadraceError", text=self._broken))
         else:
             try:
-                at.desk.get(session, get.request, (get.epoch, get.chunk))
+                at.desk.get(session, get.request, (get.epoch, get.chunk), get.first, count)
             except ValueError as error:
-                self._expel(connection, str(error))
-
-    def _answer(self, identity: bytes, message: protocol.Message) -> bool:
-        try:
-            self._router.send_multipart([identity, protocol.encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            log.debug("an answer could not be sent: %s", error)
-            return False
-        return True
+                self.expel(connection, str(error))
 
     def _tell(self, connection: Connection, message: protocol.Message) -> None:
-        if not connection.expelled and not self._answer(connection.identity, message):
-            # A lost answer would leave the client waiting; a lost session makes it ask again.
-            self._expel(connection, "an answer could not be sent")
+        if connection.expelled or connection.transport is None:
+            return
+        if not connection.transport.answer(message):
+            self.expel(connection, "an answer could not be sent")
 
     # -- chunks -------------------------------------------------------------------------------------------------
 
@@ -535,17 +575,11 @@ class Service:
             if host.at is None:
                 continue
             for delivery in host.at.desk.deliveries():
-                slot = delivery.slot
-                chunk = Chunk(
-                    request=delivery.request,
-                    slot=slot.number,
-                    generation=slot.generation,
-                    render_id=slot.render_id,
-                    window=host.at.desk.window,
-                    rejects=slot.rejects,
-                )
-                if (connection := self._by_session.get(delivery.session)) is not None:
-                    self._tell(connection, chunk)
+                connection = self._by_session.get(delivery.session)
+                if connection is None or connection.transport is None or connection.expelled:
+                    host.at.desk.release(delivery.session, delivery.request)  # it ended in this very turn
+                elif not connection.transport.deliver(delivery, host.at):
+                    self.expel(connection, "a chunk could not be sent")
         while self._supervisor.idle and self._submit_one():
             pass
 
@@ -599,7 +633,7 @@ class Service:
 
 
 def _descriptors(workers: int, streams: int) -> int:
-    """How many connections there may be; the process's limit is raised as far as it goes.
+    """How many are left for clients; the process's limit is raised as far as it goes.
 
     A daemon without a descriptor left could not even say so: libzmq ends a process whose accept fails for that.
     """
@@ -609,4 +643,9 @@ def _descriptors(workers: int, streams: int) -> int:
         soft = hard
     if soft == resource.RLIM_INFINITY:
         soft = 1 << 20
-    return max(1, (soft - _KEPT - 4 * workers - 8 * streams) // _PER_CONNECTION)
+    return max(UnixConnection.descriptors, soft - _KEPT - 4 * workers - 8 * streams)
+
+
+def _io_threads() -> int:
+    """Of ZeroMQ: what goes over tcp is copied into the kernel by them."""
+    return max(1, min(4, cpus.usable_cpus() // 2))

@@ -126,10 +126,10 @@ def test_a_session_that_ends_and_reads_nothing_is_gone_at_once() -> None:
 def test_a_delivery_says_which_rows_were_asked_for() -> None:
     at = desk()
     a, b = join(at, "a"), join(at, "b")
-    at.get(a, 1, (0, 0), first=1, count=2)
+    at.get(a, 1, (0, 0), first=1, rows=2)
     at.get(b, 1, (0, 0))
     compute(at)
-    assert sorted((d.session.name, d.first, d.count) for d in at.deliveries()) == [("a", 1, 2), ("b", 0, 0)]
+    assert sorted((d.session.name, d.first, d.rows) for d in at.deliveries()) == [("a", 1, 2), ("b", 0, 0)]
 
 
 def test_a_cancelled_request_is_not_computed_and_a_delivered_one_must_still_be_released() -> None:

@@ -1,0 +1,290 @@
+"""The daemon's ROUTER for tcp: who is connected, their messages, and rows that leave without a copy. Decides nothing.
+
+Rows go out of the slot itself: libzmq keeps pointers into it until the kernel has taken the last byte, and says so by
+a tracker. Until then the slot is leased, whatever becomes of the session. On one connection frames leave in the order
+in which they were sent, so that only the oldest message of each has to be looked at.
+
+How the death of a peer is learned, for a ROUTER is not told of it: a probe that cannot be sent. A connection whose
+peer is silent libzmq closes itself (ZMTP heartbeats), and one whose peer takes nothing the kernel does
+(TCP_USER_TIMEOUT): no heartbeat goes out behind a frame that is stuck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from headrace import protocol
+from headrace.errors import ConfigError
+from headrace.protocol import Alive, Message, Rows
+from headrace.workers.loop import Loop
+
+#: Messages that are taken in one turn of the loop: one client's flood must not keep the others waiting.
+_TURN = 256
+#: Messages that wait for one peer: the answers to all that it may have asked for, and some to spare.
+_QUEUE = protocol.MAX_OUTSTANDING + 256
+#: Seconds between two looks at frames that have not left.
+_SOONEST, _LATEST = 0.001, 1.0
+#: Seconds that last words get when the daemon ends.
+_LINGER = 0.5
+
+_HINTS = {
+    errno.EADDRINUSE: "another program, or another daemon, listens there: take another port, or 0 for a free one",
+    errno.EADDRNOTAVAIL: "this machine has no such address",
+    errno.ENODEV: "this machine has no such address",
+    errno.EACCES: "this user may not listen there; ports from 1024 on are for everybody",
+}
+_ALIVE = protocol.encode(Alive())
+_EVENT = struct.Struct("=hi")
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds.
+
+    Attributes:
+        heartbeat: between two pings to each peer.
+        silence: after which a peer that answers none is gone.
+        stuck: after which a peer that takes nothing of what was sent is gone.
+        probe: between two looks whether the peers of sessions are still there.
+        attach: that a session may be without a data connection at its beginning.
+    """
+
+    heartbeat: float = 5.0
+    silence: float = 30.0
+    stuck: float = 60.0
+    probe: float = 10.0
+    attach: float = 10.0
+
+
+TIMINGS = Timings()
+
+
+@dataclass(eq=False, slots=True)
+class _Shipment:
+    """Rows that have not left yet; `done` is called once they have."""
+
+    trackers: Sequence[zmq.MessageTracker]
+    done: Callable[[], None]
+    since: float
+
+    @property
+    def left(self) -> bool:
+        return all(tracker.done for tracker in self.trackers)
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """One peer's connection; `shipments` is what has not left on it, oldest first."""
+
+    identity: bytes
+    shipments: deque[_Shipment] = field(default_factory=deque)
+
+
+class Network:
+    """
+    Args:
+        context: of ZeroMQ.
+        loop: calls back for what arrives.
+        heard: called with this network, the identity of a peer and the frame that came from it.
+        public: whether it takes in strangers, or only further connections of sessions that began elsewhere.
+        crowded: says whether there are too many connections by now; then the one that came last is cut off.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        loop: Loop,
+        heard: Callable[[Network, bytes, zmq.Frame], None],
+        *,
+        public: bool,
+        crowded: Callable[[], bool],
+        timings: Timings = TIMINGS,
+    ) -> None:
+        self.public = public
+        self.nonsense = 0
+        self._loop = loop
+        self._heard = heard
+        self._crowded = crowded
+        self._muted: set[bytes] = set()
+        self._busy: set[Lane] = set()
+        self._ports: set[int] = set()
+        self._connections: set[int] = set()
+        self._router = make_router(context)
+        router = self._router
+        router.setsockopt(zmq.SNDHWM, _QUEUE)
+        router.setsockopt(zmq.RCVHWM, _QUEUE)
+        router.setsockopt(zmq.HEARTBEAT_IVL, _ms(timings.heartbeat))
+        router.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ms(timings.silence))
+        router.setsockopt(zmq.HEARTBEAT_TTL, _ms(timings.silence))
+        router.setsockopt(zmq.HANDSHAKE_IVL, _ms(timings.attach))
+        router.setsockopt(zmq.TCP_MAXRT, _ms(timings.stuck))
+        name = f"inproc://headrace-network-{next(_numbers)}"
+        router.monitor(name, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop libzmq's thread
+        self._monitor.connect(name)
+        loop.watch(router, self._readable)
+        loop.watch(self._monitor, self._changed)
+
+    # -- connections --------------------------------------------------------------------------------------------
+
+    @property
+    def connections(self) -> int:
+        """That there are now, whoever it is."""
+        return len(self._connections)
+
+    def bind(self, endpoint: str) -> str:
+        """Listen on `tcp://ADDRESS:PORT`, an address of this machine in numbers; returns it with the real port.
+
+        Raises:
+            ConfigError: it cannot be had.
+        """
+        self._router.setsockopt(zmq.IPV6, int("[" in endpoint))
+        try:
+            self._router.bind(endpoint)
+        except zmq.ZMQError as error:
+            hint = _HINTS.get(error.errno or 0, error.strerror)
+            raise ConfigError(f"listen: {endpoint}: {hint}") from None
+        real = bytes(self._router.last_endpoint).decode()  # type: ignore[arg-type]
+        self._ports.add(int(real.rpartition(":")[2]))
+        return real
+
+    def _changed(self) -> None:
+        """Connections have come or gone. libzmq takes as many as there are descriptors, and cannot go on then."""
+        for _ in range(_TURN):
+            try:
+                event, fd = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_DISCONNECTED:
+                self._connections.discard(fd)
+                continue
+            self._connections.add(fd)
+            if self._crowded():
+                self._cut(fd)
+
+    def _cut(self, fd: int) -> None:
+        # The descriptor is libzmq's, and by now it may be somebody else's: only a connection to us is ended.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
+                if connection.getsockname()[1] in self._ports:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    # -- messages -----------------------------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        for _ in range(_TURN):
+            try:
+                head, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            identity = head.bytes
+            # Identities that we gave begin with zero; one that a peer has chosen could be another's later.
+            if len(frames) != 1 or not identity.startswith(b"\0"):
+                self.nonsense += 1
+            elif identity not in self._muted:
+                self._heard(self, identity, frames[0])
+
+    def send(self, identity: bytes, message: Message) -> bool:
+        """Whether the message is on its way; if not, the peer is gone, or takes nothing."""
+        return send(self._router, identity, message)
+
+    def mute(self, identity: bytes) -> None:
+        """Hear nothing more of this peer. Its connection cannot be ended from here."""
+        self._muted.add(identity)
+
+    def gone(self, identity: bytes) -> bool:
+        """Whether the peer's connection has ended; asked by sending something."""
+        try:
+            self._router.send_multipart([identity, _ALIVE], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            return error.errno == zmq.EHOSTUNREACH
+        return False
+
+    def forget_the_gone(self) -> None:
+        """Of the peers that are not heard."""
+        self._muted = {identity for identity in self._muted if not self.gone(identity)}
+
+    # -- rows ---------------------------------------------------------------------------------------------------
+
+    def ship(self, lane: Lane, head: Rows, fields: Sequence[memoryview], done: Callable[[], None]) -> bool:
+        """Send rows, without copying what is large; whether they are on their way.
+
+        Args:
+            fields: what follows the head, a frame each. It must not change until `done` is called.
+            done: called by `sweep`, once libzmq has let go of everything; at once if nothing is sent.
+        """
+        frames = [zmq.Frame(data, track=True) for data in fields]
+        try:
+            self._router.send(lane.identity, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.ZMQError:
+            done()
+            return False
+        # From here on nothing fails: a message is refused as a whole, at its beginning.
+        self._router.send(protocol.encode(head), zmq.SNDMORE | zmq.NOBLOCK)
+        last = frames.pop()
+        trackers = [frame.tracker for frame in (*frames, last) if not frame.tracker.done]
+        for frame in frames:
+            self._router.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=False)
+        self._router.send(last, zmq.NOBLOCK, copy=False)
+        lane.shipments.append(_Shipment(trackers, done, time.monotonic()))
+        self._busy.add(lane)
+        return True
+
+    def sweep(self) -> None:
+        """Say what has left."""
+        for lane in list(self._busy):
+            while lane.shipments and lane.shipments[0].left:
+                lane.shipments.popleft().done()
+            if not lane.shipments:
+                self._busy.discard(lane)
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which to sweep again: the longer nothing has been sent to those who wait, the later."""
+        if not self._busy:
+            return _LATEST
+        youngest = max(lane.shipments[-1].since for lane in self._busy)
+        return min(max(time.monotonic() - youngest, _SOONEST), _LATEST)
+
+    def close(self) -> None:
+        """End all connections. Frames that have not left are let go of when the context ends, at the latest."""
+        self._loop.unwatch(self._monitor)
+        self._loop.unwatch(self._router)
+        self._router.disable_monitor()
+        self._monitor.close(0)
+        self._router.close(_ms(_LINGER))
+
+
+def make_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """A ROUTER that says when a message cannot be sent, and takes none that is too large."""
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it a message that does not fit vanishes
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.MAXMSGSIZE, protocol.CLIENT_LIMIT)
+    return router
+
+
+def send(router: zmq.Socket[bytes], identity: bytes, message: Message) -> bool:
+    """Whether the message is on its way: never waits."""
+    try:
+        router.send_multipart([identity, protocol.encode(message)], zmq.NOBLOCK)
+    except zmq.ZMQError:
+        return False
+    return True
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)
