@@ -18,10 +18,13 @@ import re
 import stat
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -47,7 +50,8 @@ _TICK = 0.05  # seconds between two looks at what the threads have found
 _OPEN = 64  # tars that a reader keeps open
 _COUNTED = 256  # samples of a tar between two words about them
 
-_TARGETS = (b"cls", b"json", b"txt")
+_SOURCES = ("cls", "json", "txt")  # of labels, the first one first
+_TARGETS = {source.encode(): place for place, source in enumerate(_SOURCES)}
 _LABEL = "label"  # the key of the JSON that is the label, unless `columns` names another
 
 #: What file managers, archivers and network disks leave behind, and hidden members. A name may begin with "./".
@@ -225,20 +229,8 @@ class _Problems:
         self.texts += other.texts[: _NAMED - len(self.texts)]
 
 
-@dataclass(slots=True)
-class _Sample:
-    """A picture in a tar, and what stands beside it.
-
-    Attributes:
-        name: of the picture's member.
-        offset, size: of its bytes.
-        targets: of each of `_TARGETS` that is there, name and content.
-    """
-
-    name: bytes
-    offset: int
-    size: int
-    targets: dict[bytes, tuple[bytes, bytes]]
+#: What stands beside a picture: the contents of `.cls`, `.json` and `.txt`, None where there is none.
+_Targets = tuple[str | None, bytes | None, str | None]
 
 
 @dataclass(slots=True)
@@ -249,6 +241,9 @@ class _Shard:
         name: relative to the root.
         identity: device and inode.
         mtime_ns: as it is; `settled_ns`: as it may be compared later.
+        names: of its pictures.
+        places: offset and size of each, one after the other.
+        targets: of each.
         unused: members of samples, by ending.
         left_out: what is no member of a sample: kind → number.
     """
@@ -258,7 +253,9 @@ class _Shard:
     size: int = 0
     mtime_ns: int = 0
     settled_ns: int = 0
-    samples: list[_Sample] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    places: array[int] = field(default_factory=lambda: array("q"))
+    targets: list[_Targets] = field(default_factory=list)
     unused: Counter[bytes] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
     problems: _Problems = field(default_factory=_Problems)
@@ -317,8 +314,10 @@ class _Grouping:
         self._shard = shard
         self._endings = endings
         self._count = count
-        self._group: dict[bytes, tuple[bytes, int, int]] = {}  # ending → name, offset, size
-        self._targets: dict[bytes, tuple[bytes, bytes]] = {}
+        # of the sample that is being put together:
+        self._members: dict[bytes, bytes] = {}  # ending → name
+        self._pictures: list[tuple[bytes, int, int]] = []
+        self._targets: list[Any] = [None, None, None]
 
     def run(self, tar: Tar) -> None:
         keys: set[bytes] = set()
@@ -332,54 +331,67 @@ class _Grouping:
             if dot < 0 or dot == len(name) - 1:
                 self._shard.left_out["without an ending"] += 1
                 continue
-            if name[:dot] != current:
+            key = name[:dot]
+            if key != current:
                 self._close()
-                current = name[:dot]
-                key = current.removeprefix(b"./")
+                current = key
+                key = key.removeprefix(b"./")
                 if repeated := key in keys:
                     self._problem(name, _REPEATED)
                 keys.add(key)
             if not repeated:
                 self._take(tar, name, name[dot + 1 :].lower(), offset, size)
         self._close()
-        self._count(len(self._shard.samples) % _COUNTED)
+        self._count(len(self._shard.names) % _COUNTED)
         self._shard.left_out += tar.left_out
 
     def _problem(self, name: bytes, text: str) -> None:
         self._shard.problems.add(f"{shown(self._shard.name + b'/' + name)}: {text}")
 
     def _take(self, tar: Tar, name: bytes, ending: bytes, offset: int, size: int) -> None:
-        if ending in self._group:
+        if ending in self._members:
             self._problem(name, f"the sample has another member .{shown(ending)}")
             return
-        self._group[ending] = name, offset, size
-        if ending not in _TARGETS:
-            return
-        if size > MAX_TARGET:
+        self._members[ending] = name
+        if ending in self._endings:
+            self._pictures.append((name, offset, size))
+        elif ending not in _TARGETS:
+            self._shard.unused[ending] += 1
+        elif size > MAX_TARGET:
             self._problem(name, f"has {size} bytes; a label, or further values, may have {MAX_TARGET}")
         else:
-            self._targets[ending] = name, tar.read(offset, size)
+            data = tar.read(offset, size)
+            try:
+                self._targets[_TARGETS[ending]] = data if ending == b"json" else str(data, "utf-8")
+            except UnicodeDecodeError as error:
+                self._problem(name, f"is no UTF-8, at its byte {error.start}")
 
     def _close(self) -> None:
         """All members of the sample are there."""
-        if not self._group:
+        if not self._members:
             return
-        group, self._group = self._group, {}
-        targets, self._targets = self._targets, {}
-        pictures = [ending for ending in group if ending in self._endings]
-        if len(pictures) == 1:
-            self._shard.samples.append(_Sample(*group[pictures[0]], targets))
-            if len(self._shard.samples) % _COUNTED == 0:
+        if len(self._pictures) == 1:
+            name, offset, size = self._pictures[0]
+            self._shard.names.append(name)
+            self._shard.places.extend((offset, size))
+            cls, json, txt = self._targets
+            self._shard.targets.append((cls, json, txt))
+            if len(self._shard.names) % _COUNTED == 0:
                 self._count(_COUNTED)
-        elif pictures:
-            self._problem(group[pictures[1]][0], f"the sample has {len(pictures)} pictures, {_listed(pictures)}")
         else:
-            name = next(iter(group.values()))[0]
-            dotted = any(ending.rpartition(b".")[2] in self._endings for ending in group)
-            why = "; an ending is all that follows the first dot of a name" if dotted else ""
-            self._problem(name, f"the sample has no picture, only {_listed(list(group))}{why}")
-        if len(group) > 1 + len(targets):
-            self._shard.unused.update(group.keys() - targets.keys() - set(pictures))
+            self._refuse(list(self._members))
+        self._members.clear()
+        self._pictures.clear()
+        self._targets[:] = None, None, None
+
+    def _refuse(self, endings: list[bytes]) -> None:
+        if self._pictures:
+            there = _listed([ending for ending in endings if ending in self._endings])
+            self._problem(self._pictures[1][0], f"the sample has {len(self._pictures)} pictures, {there}")
+            return
+        dotted = any(ending.rpartition(b".")[2] in self._endings for ending in endings)
+        why = "; an ending is all that follows the first dot of a name" if dotted else ""
+        self._problem(self._members[endings[0]], f"the sample has no picture, only {_listed(endings)}{why}")
 
 
 _REPEATED = "its key was there before: two samples have the same one, or the members of one do not lie side by side"
@@ -432,10 +444,10 @@ def _in_turn(
 
 
 class _Values:
-    """What the targets of samples say, one sample after the other.
+    """What stands beside pictures, one after the other.
 
-    Which target has the label is settled by the first tar that has samples: `.cls`, before a JSON with a label, before
-    `.txt`. Every sample must have it there.
+    Where labels are is settled by the first tar that has samples: in `.cls`, else in the JSON, else in `.txt`. Every
+    sample must have its label there.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -444,124 +456,126 @@ class _Values:
         self._classes = dataset.classes
         self._vector = not isinstance(asked, str | None)
         self._keys: list[str] = [_LABEL] if asked is None else [asked] if isinstance(asked, str) else list(asked)
-        self._any_json = asked is None  # also one that is no object may be the label
-        self._source: bytes | None = None  # empty: there are no labels
+        self._asked = asked is not None
+        self._source: str | None = None  # one of `_SOURCES`; empty: there are no labels; None: not settled
+        self._labels: LabelColumn
+        self._texts: Texts
         if asked is not None:
-            self._settle(asked.encode() if asked in ("cls", "txt") else b"json")
+            self._settle(asked if asked in ("cls", "txt") else "json")
 
-    def begin(self, samples: Sequence[_Sample]) -> None:
-        """These samples, of one tar, come next."""
-        if self._source is None and samples:
-            found = {self._label_of(_decoded(sample, lambda *_: None))[0] for sample in samples}
-            self._settle(next(source for source in (*_TARGETS, b"") if source in found))
+    def begin(self, targets: Sequence[_Targets]) -> None:
+        """Those of one tar come next."""
+        if self._source is None and targets:
+            found = set()
+            for target in targets:
+                with suppress(ValueError):  # it will be told when its turn comes
+                    found.add(self._find(_values(target))[0])
+            self._settle(next((source for source in _SOURCES if source in found), ""))
 
-    def _settle(self, source: bytes) -> None:
-        self._source = source
-        if source == b"txt" and self._kind == "auto":
-            self._kind = "text"  # a caption is no class
-        self._labels = LabelColumn(self._kind, cells=source != b"json")
-        self._texts = Texts(labels=self._kind == "text")
-
-    def add(self, sample: _Sample, where: str, problem: Callable[[bytes, str], None]) -> None:
+    def add(self, targets: _Targets, where: str) -> None:
         """Take what stands beside one more picture.
 
         Args:
             where: it stands, for people.
-            problem: is told member and what is wrong.
-        """
-        values = _decoded(sample, problem)
-        try:
-            label = self._label(sample, values, where)
-            further = self._further(values)
-            places = [self._texts.column(name) for name in further]
-            row: list[object] = [None] * len(self._texts.columns)
-            for place, value in zip(places, further.values(), strict=True):
-                row[place] = value
-            self._texts.add(row if label is None else [label, *row])
-        except ValueError as error:
-            problem(sample.name, str(error))
 
-    def finish(self) -> tuple[Labels | None, list[str], NDArray[np.bool_] | None, list[str], Paths | None]:
-        """`(labels, classes, keep, columns, texts)`: labels None where there are none, texts those of all samples."""
-        texts = self._texts.finish()
+        Raises:
+            ValueError: what is wrong.
+        """
+        values = _values(targets)
+        label = self._label(values, where)
+        further = self._further(values)
+        places = [self._texts.column(name) for name in further]
+        row: list[object] = [None] * len(self._texts.columns)
+        for place, value in zip(places, further.values(), strict=True):
+            row[place] = value
+        self._texts.add(row if label is None else [label, *row])
+
+    def finish(self) -> tuple[Labels | None, list[str], NDArray[np.bool_] | None]:
+        """`(labels, classes, keep)`: labels are None where there are none.
+
+        Raises:
+            ValueError: `classes` or `labels` ask for what is not there.
+        """
         if self._source:
-            return *self._labels.finish(self._classes), self._texts.columns, texts
+            return self._labels.finish(self._classes)
         if self._kind != "auto" or self._classes is not None:
             raise ValueError(f'there are no labels: no .cls, no .json with "{_LABEL}", no .txt')
-        return None, [], None, self._texts.columns, texts
+        return None, [], None
 
-    def _label(self, sample: _Sample, values: dict[bytes, object], where: str) -> str | None:
+    def texts(self) -> tuple[list[str], Paths | None]:
+        """`(columns, texts of all samples)`."""
+        return self._texts.columns, self._texts.finish()
+
+    def _settle(self, source: str) -> None:
+        self._source = source
+        if source == "txt" and self._kind == "auto":
+            self._kind = "text"  # a caption is no class
+        self._labels = LabelColumn(self._kind, cells=source != "json")
+        self._texts = Texts(labels=self._kind == "text")
+
+    def _label(self, values: Sequence[object], where: str) -> str | None:
         """Take the label; returned if it is a text."""
-        source, value = self._label_of(values)
+        source, value = self._find(values)
         if source != self._source:
-            asked = self._source
-            if source and (not asked or _TARGETS.index(source) < _TARGETS.index(asked)):
-                raise ValueError(f"has a label in .{source.decode()}, and samples before it have none there")
-            if asked:
-                raise ValueError(f"the sample has no label, no {self._place()}")
-            return None
+            raise ValueError(self._misplaced(source))
         if not source:
             return None
-        if source == b"txt" and self._kind != "text" and isinstance(value, str):
+        if isinstance(value, str) and (source == "cls" or (source == "txt" and self._kind != "text")):
             value = value.strip()
         self._labels.add(value, where)
         return value if self._kind == "text" and isinstance(value, str) else None
 
-    def _place(self) -> str:
-        source = (self._source or b"").decode()
-        return f".{source}" if source != "json" else f".json with {' and '.join(map(show, self._keys))}"
+    def _misplaced(self, source: str) -> str:
+        if not self._source or (source and _SOURCES.index(source) < _SOURCES.index(self._source)):
+            return f"the sample has a label in .{source}, and samples before it have none there"
+        keys = f" with {' and '.join(map(show, self._keys))}" if self._source == "json" else ""
+        return f"the sample has no label: there is no .{self._source}{keys}"
 
-    def _label_of(self, values: dict[bytes, object]) -> tuple[bytes, object]:
-        """Which target has the label, and the label; an empty name where there is none."""
-        for source in _TARGETS if self._source is None or self._any_json else (self._source,):
-            value = values.get(source)
-            if source == b"json":
-                value = self._of_json(value)
-            if value is not None:
-                return source, value
-        return b"", None
+    def _find(self, values: Sequence[object]) -> tuple[str, object]:
+        """Where the label is, and the label; an empty text where there is none."""
+        for source, value in zip(_SOURCES, values, strict=True):
+            if value is None or (self._asked and source != self._source):
+                continue
+            if source == "json" and (value := self._of_json(value)) is None:
+                continue
+            return source, value
+        return "", None
 
     def _of_json(self, value: object) -> object:
         if not isinstance(value, dict):
-            return value if self._any_json else None
+            return None if self._asked else value
         found = [value.get(key) for key in self._keys]
         return found[0] if not self._vector else None if None in found else found
 
-    def _further(self, values: dict[bytes, object]) -> dict[str, object]:
+    def _further(self, values: Sequence[object]) -> dict[str, object]:
         """What is not the label, by column."""
         further: dict[str, object] = {}
-        for target, value in values.items():
+        for source, value in zip(_SOURCES, values, strict=True):
             if isinstance(value, dict):
-                columns = {key: v for key, v in value.items() if self._source != b"json" or key not in self._keys}
-            elif target == self._source:
+                columns = {key: v for key, v in value.items() if self._source != "json" or key not in self._keys}
+            elif value is None or source == self._source:
                 continue
             else:
-                columns = {target.decode(): value}
+                columns = {source: value}
             if both := further.keys() & columns.keys():
-                raise ValueError(f"{show(min(both))} is a key of its .json, and a target beside it")
+                raise ValueError(f"{show(min(both))} is a key of its .json, and the ending of another member")
             further |= columns
         return further
 
 
-def _decoded(sample: _Sample, problem: Callable[[bytes, str], None]) -> dict[bytes, object]:
-    values: dict[bytes, object] = {}
-    for target in _TARGETS:
-        if target in sample.targets:
-            name, data = sample.targets[target]
-            try:
-                values[target] = _DECODE[target](data)
-            except UnicodeDecodeError as error:
-                problem(name, f"is no UTF-8, at its byte {error.start}")
-            except (ValueError, RecursionError) as error:
-                problem(name, f"is no JSON: {error}")
-    return values
+def _values(targets: _Targets) -> tuple[str | None, object, str | None]:
+    """With the JSON decoded.
 
-
-_DECODE: dict[bytes, Callable[[bytes], object]] = {
-    b"cls": lambda data: data.decode("utf-8").strip(),
-    b"json": msgspec.json.decode,
-    b"txt": lambda data: data.decode("utf-8"),
-}
+    Raises:
+        ValueError: it is none.
+    """
+    cls, json, txt = targets
+    if json is None:
+        return targets
+    try:
+        return cls, msgspec.json.decode(json), txt
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its .json is no JSON: {error}") from None
 
 
 # -- the listing --------------------------------------------------------------------------------------------
@@ -578,7 +592,7 @@ class _Assembly:
         self._shards: list[_Shard] = []  # without their samples
         self._known: dict[tuple[int, int], bytes] = {}
         self._paths: list[Paths] = []
-        self._numbers: list[Ints] = []  # offsets and sizes, [2, n]
+        self._places: list[Ints] = []  # offsets and sizes, [2, n]
         self._counts: Counter[str] = Counter()
         self._unused: Counter[str] = Counter()
 
@@ -588,22 +602,24 @@ class _Assembly:
             other = self._known.setdefault(shard.identity, shard.name)
             if other is not shard.name:
                 shard.problems.add(f"{shown(shard.name)}: is the same file as {shown(other)}; give it once")
-        prefix = shard.name + b"/"
-        self._paths.append(Paths.of([prefix + sample.name for sample in shard.samples]))
-        numbers = [(sample.offset, sample.size) for sample in shard.samples]
-        self._numbers.append(np.array(numbers, np.int64).reshape(-1, 2).T)
-
-        def problem(member: bytes, text: str) -> None:
-            shard.problems.add(f"{shown(prefix + member)}: {text}")
-
-        self._values.begin(shard.samples)
-        for sample in shard.samples:
-            self._values.add(sample, shown(prefix + sample.name), problem)
-        shard.samples = []
+        self._paths.append(Paths.of([shard.name + b"/" + name for name in shard.names]))
+        self._places.append(np.array(shard.places, np.int64).reshape(-1, 2).T)
+        self._take_values(shard)
         self._problems.join(shard.problems)
         self._counts += shard.left_out
         self._unused.update({ending_shown(ending): count for ending, count in shard.unused.items()})
         self._shards.append(shard)
+
+    def _take_values(self, shard: _Shard) -> None:
+        names, targets = shard.names, shard.targets
+        shard.names, shard.targets, shard.places = [], [], array("q")
+        self._values.begin(targets)
+        for name, target in zip(names, targets, strict=True):
+            where = shown(shard.name + b"/" + name)
+            try:
+                self._values.add(target, where)
+            except ValueError as error:
+                shard.problems.add(f"{where}: {error}")
 
     def listing(self) -> Listing:
         if self._problems.count:
@@ -613,11 +629,12 @@ class _Assembly:
             left_out = tally(self._counts) or "no member at all"
             raise DatasetError(f"{self._dataset.place}: no samples in {len(counts)} tar files ({left_out})")
         try:
-            labels, classes, keep, columns, texts = self._values.finish()
+            labels, classes, keep = self._values.finish()
         except ValueError as error:
             raise DatasetError(f"{self._dataset.place}: {error}") from error
+        columns, texts = self._values.texts()
         number = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-        positions, sizes = np.concatenate(self._numbers, axis=1)
+        positions, sizes = np.concatenate(self._places, axis=1)
         paths = Paths.joined(self._paths)
         if labels is None:
             labels = Labels(np.full(len(paths), -1, np.int64))
