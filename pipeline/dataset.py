@@ -13,6 +13,7 @@ from pathlib import Path
 from headrace.pipeline.files import Progress
 from headrace.pipeline.folder import list_folder, real_root
 from headrace.pipeline.index import VERSION, Index, Listing, shown
+from headrace.pipeline.listfile import list_file, list_root
 from headrace.pipeline.reading import FileSource, Source
 from headrace.pipeline.shards import ShardSource, list_shards, shards_root
 from headrace.pipeline.spec import Dataset, Decode
@@ -38,6 +39,7 @@ class Kind:
 #: Sources by the key of `dataset:` that asks for them.
 SOURCES: dict[str, Kind] = {
     "folder": Kind(real_root, list_folder, FileSource),
+    "list": Kind(list_root, list_file, FileSource),
     "shards": Kind(shards_root, list_shards, ShardSource),
 }
 

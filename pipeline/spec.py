@@ -169,6 +169,11 @@ class Dataset(_Model):
                 raise ValueError(f"{key}: belongs to {_or(sources)}, and this dataset is a `{self.source}`")
         if self.source == "shards" and self.columns.path != "path":
             raise ValueError("columns.path: belongs to `list`; a sample of `shards` is called by its key")
+        label = self.columns.label
+        if isinstance(label, list) and self.labels not in ("auto", "int", "float"):
+            raise ValueError(f"columns.label: several columns are a vector of numbers, which are no labels: {self.labels}")
+        if self.source == "list" and self.columns.path in (label if isinstance(label, list) else [label]):
+            raise ValueError(f"columns: {show(self.columns.path)} cannot be both path and label")
         if self.source == "folder" and self.classes is not None:
             for name in self.classes:
                 if "/" in name or "\0" in name or name in (".", ".."):

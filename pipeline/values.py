@@ -151,6 +151,8 @@ def _label_columns(value: object) -> str | list[str] | None:
         return value
     if not isinstance(value, list | tuple) or not value or not all(isinstance(v, str) and v for v in value):
         raise ValueError("must be the name of a column, or a list of names (strings; put numbers in quotes)")
+    if len(set(value)) < len(value):
+        raise ValueError("must name each column once")
     return list(value)
 
 

@@ -22,7 +22,7 @@ import headrace
 from headrace.errors import ConfigError
 from headrace.pipeline.folder import EXTENSIONS
 from headrace.pipeline.formats import DECODED
-from headrace.pipeline.spec import Config, Dataset, Stream
+from headrace.pipeline.spec import SOURCE_KEYS, Config, Dataset, Stream
 from headrace.pipeline.transforms import TRANSFORMS
 from headrace.server.cli import app
 
@@ -126,7 +126,7 @@ def test_the_map_names_every_module_and_none_that_does_not_exist(folder: str) ->
 # -- configuration ----------------------------------------------------------------------------------------------
 
 STREAM: dict[str, Any] = {"dataset": {"folder": "/data"}, "transforms": [{"center_crop": {"size": 8}}]}
-REQUIRED = {"streams", "dataset", "folder", "transforms"}
+REQUIRED = {"streams", "dataset", "transforms"}
 
 
 def keys(model: Any, leave_out: str = "") -> list[str]:
@@ -156,8 +156,8 @@ def test_every_key_is_described_with_its_default(heading: str, model: Any, place
     assert list(described) == keys(model, leave_out="dataset")
     bare = Config.load({"streams": {"train": STREAM}})
     for key, default in described.items():
-        if key in REQUIRED:
-            assert default == "required"
+        if key in REQUIRED or key in SOURCE_KEYS:
+            assert default == ("required" if key in REQUIRED else "one of three")
             continue
         configuration: dict[str, Any] = {"streams": {"train": STREAM | {"dataset": dict(STREAM["dataset"])}}}
         at: dict[str, Any] = configuration
