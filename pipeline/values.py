@@ -168,7 +168,7 @@ def _extensions(value: object) -> object:
 def _listen(value: object) -> list[str]:
     addresses = [value] if isinstance(value, str) else value
     if not isinstance(addresses, list | tuple) or not all(isinstance(a, str) for a in addresses):
-        raise ValueError("must be an address ipc://PATH, or a list of them")
+        raise ValueError("must be an address, ipc://PATH or tcp://HOST:PORT, or a list of them")
     for address in addresses:
         _check_address(address)
     if len(set(addresses)) != len(addresses):
@@ -179,13 +179,12 @@ def _listen(value: object) -> list[str]:
 def _check_address(address: str) -> None:
     scheme, sign, path = address.partition("://")
     if sign and scheme == "tcp":
-        raise ValueError(
-            f"{show(address)}: tcp is not available yet, because without keys anybody who reaches the port could read"
-            " the data; it must be ipc://PATH"
-        )
+        _check_place(address, path)
+        return
     if not sign or scheme != "ipc" or not path.startswith("/") or path.endswith("/") or not path.isprintable():
         raise ValueError(
-            f"{show(address)} is not an address: it must be ipc://PATH with an absolute path, such as ipc:///run/user/1000/hr.sock"
+            f"{show(address)} is not an address: it must be ipc://PATH with an absolute path, such as "
+            "ipc:///run/user/1000/hr.sock, or tcp://HOST:PORT"
         )
     length = len(os.fsencode(path + _ZMQ_SUFFIX))
     if length > LONGEST_PATH:
@@ -193,6 +192,20 @@ def _check_address(address: str) -> None:
             f"{show(address)}: the path is too long for a Unix socket: {length} bytes with {_ZMQ_SUFFIX} behind it, at"
             f" most {LONGEST_PATH} are possible; take a shorter one, for instance in $XDG_RUNTIME_DIR"
         )
+
+
+def _check_place(address: str, place: str) -> None:
+    host, _, port = place.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if ":" in host and bare is host:
+        raise ValueError(f"{show(address)}: an IPv6 address stands in brackets, as in tcp://[::1]:5555")
+    if not bare or any(c.isspace() or not c.isprintable() or c in "/[]" for c in bare):
+        raise ValueError(
+            f"{show(address)} is not an address: it must be tcp://HOST:PORT, HOST a name or an address of this "
+            "machine, such as tcp://127.0.0.1:5555, or * for all"
+        )
+    if port != "*" and not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(f"{show(address)}: the port must be a number from 0 to 65535; 0 or * takes a free one")
 
 
 def _backend(value: object) -> str:

@@ -34,7 +34,9 @@ _PACE = 30.0
 log = logging.getLogger("headrace")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="the YAML file", show_default=False)]
-Address = Annotated[str, typer.Argument(metavar="ADDRESS", help="ipc://PATH of a daemon", show_default=False)]
+Address = Annotated[
+    str, typer.Argument(metavar="ADDRESS", help="of a daemon: ipc://PATH or tcp://HOST:PORT", show_default=False)
+]
 StreamName = Annotated[str, typer.Argument(metavar="STREAM", help="a stream of the configuration", show_default=False)]
 
 
@@ -86,26 +88,43 @@ def options(
 
 
 @app.command()
-def serve(config: ConfigFile) -> None:
+def serve(
+    config: ConfigFile,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="listen also where other hosts reach it, with nothing encrypted")
+    ] = False,
+) -> None:
     """Run the daemon. Prints `listening on ADDRESS` when clients can come; SIGTERM or Ctrl-C stops it, twice forces."""
     from headrace.pipeline.spec import Config
-    from headrace.server.listener import Listener, private_folder
+    from headrace.server.listener import Listener, private_folder, tcp_endpoint
     from headrace.server.service import Service
 
     loaded = Config.load(config)
-    addresses = loaded.listen or [f"ipc://{private_folder()}/serve-{loaded.key()[:16]}.sock"]
+    endpoints = [tcp_endpoint(address, insecure=insecure) for address in loaded.listen if address.startswith("tcp:")]
+    paths = [address.removeprefix("ipc://") for address in loaded.listen if address.startswith("ipc:")]
     with contextlib.ExitStack() as opened:
         listeners = []
-        for address in addresses:
-            listener = Listener(Path(address.removeprefix("ipc://")), group=loaded.socket.group)
+        for path in paths or [f"{private_folder()}/serve-{loaded.key()[:16]}.sock"]:
+            listener = Listener(Path(path), group=loaded.socket.group)
             opened.callback(listener.close)
             listeners.append(listener)
         log.info("the log is this, standard error; process %d", os.getpid())
-        stopped_by = Service(loaded, listeners).run(
-            lambda found: _out(*(f"listening on {address}" for address in found))
+        if insecure:
+            log.warning(
+                "--insecure: anybody who reaches a port of this daemon can read its pictures and labels, and can keep "
+                "it busy; nothing is encrypted, and nobody is asked for a key"
+            )
+        stopped_by = Service(loaded, listeners, endpoints).run(
+            lambda found: _out(*(f"listening on {address}" for address in _in_order(loaded.listen, found)))
         )
     if stopped_by == signal.SIGINT:
         raise typer.Exit(130)
+
+
+def _in_order(listen: list[str], found: list[str]) -> list[str]:
+    """The addresses in the order of the configuration, and last the one that it leaves to the daemon."""
+    ipc, tcp = (iter([address for address in found if address.startswith(kind)]) for kind in ("ipc:", "tcp:"))
+    return [*(next(tcp if address.startswith("tcp:") else ipc) for address in listen), *ipc]
 
 
 @app.command()
@@ -252,7 +271,7 @@ def bench(
     stream: Annotated[str | None, typer.Option(help="which; may be left out where there is one")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 256,
     steps: Annotated[int, typer.Option(min=1, help="batches to take, over as many epochs as it needs")] = 200,
-    transport: Annotated[str, typer.Option(help="auto or shm")] = "auto",
+    transport: Annotated[str, typer.Option(help="auto, shm or tcp")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Take batches from a daemon as fast as they come, and say how fast that is."""

@@ -1,4 +1,4 @@
-"""The daemon's address: a Unix socket that clients say Hello on, ZeroMQ's socket beside it, and a lock.
+"""The daemon's addresses: a Unix socket that clients say Hello on, ZeroMQ's socket beside it, and a lock; ports of tcp.
 
 `ipc://PATH` names the Unix socket, `PATH.zmq` ZeroMQ's, `PATH.lock` the lock. Without the lock a second bind on an
 ipc path silently takes the first daemon's clients away. What a killed daemon left is taken over with its lock.
@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import grp
+import ipaddress
 import os
 import socket
 import stat
@@ -160,6 +161,34 @@ def peer(connection: socket.socket) -> tuple[int, int]:
     """`(pid, uid)` of the process that connected, by the kernel's word."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int.from_bytes(data[:4], "little"), int.from_bytes(data[4:8], "little")
+
+
+def tcp_endpoint(address: str, *, insecure: bool) -> str:
+    """What ZeroMQ is to bind for `tcp://HOST:PORT`: the address in numbers.
+
+    Args:
+        insecure: whether it may be one that other hosts reach.
+
+    Raises:
+        ConfigError: there is no such host, or others could reach it and must not.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if host == "*":
+        found = ["0.0.0.0"]
+    else:
+        try:
+            found = [str(place[0]) for *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"listen: {address}: there is no host {host!r}: {error}") from None
+    if not insecure and not all(ipaddress.ip_address(place).is_loopback for place in found):
+        raise ConfigError(
+            f"listen: {address} can be reached from other hosts, where anybody could read the pictures and labels, for "
+            "nothing is encrypted and no keys are asked for: listen at a loopback address, such as "
+            f"tcp://127.0.0.1:{port}, or say `headrace serve --insecure`"
+        )
+    place = next((place for place in found if ":" not in place), found[0])
+    return f"tcp://[{place}]:{port}" if ":" in place else f"tcp://{place}:{port}"
 
 
 def private_folder() -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.server.listener import Listener, Taken, private_folder
+from headrace.server.listener import Listener, Taken, private_folder, tcp_endpoint
 
 
 @pytest.fixture
@@ -100,3 +100,28 @@ def test_the_private_folder_must_be_private(tmp_path: Path, monkeypatch: pytest.
     folder.chmod(0o755)
     with pytest.raises(ConfigError, match="0700"):
         private_folder()
+
+
+@pytest.mark.parametrize(
+    ("address", "endpoint"),
+    [
+        ("tcp://127.0.0.1:5555", "tcp://127.0.0.1:5555"),
+        ("tcp://127.1.2.3:*", "tcp://127.1.2.3:*"),
+        ("tcp://[::1]:0", "tcp://[::1]:0"),
+        ("tcp://localhost:7", "tcp://127.0.0.1:7"),
+    ],
+)
+def test_a_loopback_address_is_bound_in_numbers(address: str, endpoint: str) -> None:
+    assert tcp_endpoint(address, insecure=False) == tcp_endpoint(address, insecure=True) == endpoint
+
+
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "192.0.2.1", "[::]", "[2001:db8::1]"])
+def test_an_address_that_others_reach_needs_the_word_insecure(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"can be reached from other hosts.*127.0.0.1:5555.*--insecure"):
+        tcp_endpoint(f"tcp://{host}:5555", insecure=False)
+    assert tcp_endpoint(f"tcp://{host}:5555", insecure=True) == f"tcp://{host.replace('*', '0.0.0.0')}:5555"
+
+
+def test_a_host_that_is_none_is_named(path: Path) -> None:
+    with pytest.raises(ConfigError, match="no host 'no.such.host.invalid'"):
+        tcp_endpoint("tcp://no.such.host.invalid:5555", insecure=True)

@@ -310,7 +310,13 @@ def test_an_error_names_key_value_and_what_is_allowed(key: str, value: Any, says
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("tcp://127.0.0.1:5555", "tcp is not available yet, because without keys anybody"),
+        ("tcp://127.0.0.1", "must be tcp://HOST:PORT"),
+        ("tcp://:5555", "must be tcp://HOST:PORT"),
+        ("tcp://a b:5555", "must be tcp://HOST:PORT"),
+        ("tcp://host:65536", "a number from 0 to 65535"),
+        ("tcp://host:http", "a number from 0 to 65535"),
+        ("tcp://host:-1", "a number from 0 to 65535"),
+        ("tcp://::1:5555", "in brackets"),
         ("ipc://relative.sock", "an absolute path"),
         ("ipc://@abstract", "an absolute path"),
         ("ipc:///run/\n.sock", "an absolute path"),
@@ -318,14 +324,21 @@ def test_an_error_names_key_value_and_what_is_allowed(key: str, value: Any, says
         ("", "an absolute path"),
         ("ipc:///" + "x" * 103, "too long for a Unix socket: 108 bytes with .zmq behind it, at most 107"),
         ("ipc:///" + "é" * 52, "too long for a Unix socket: 109 bytes"),
-        (7, "must be an address ipc://PATH, or a list of them"),
+        (7, "must be an address, ipc://PATH or tcp://HOST:PORT, or a list of them"),
         (["ipc:///a", "ipc:///a"], "must name each address once"),
-        (["ipc:///a", "tcp://*:1"], "tcp is not available yet"),
+        (["ipc:///a", "udp://*:1"], "is not an address"),
     ],
 )
 def test_an_address_that_cannot_be_bound_is_refused_with_the_reason(address: Any, says: str) -> None:
     (found,) = problems(placed("listen", address))
     assert says in found and found.startswith("listen: ")
+
+
+@pytest.mark.parametrize(
+    "place", ["127.0.0.1:5555", "*:0", "localhost:*", "[::1]:1", "[fe80::1%eth0]:65535", "node-7.x:80"]
+)
+def test_an_address_of_tcp_has_a_host_or_star_and_a_port_or_any(place: str) -> None:
+    assert config(listen=["ipc:///a", f"tcp://{place}"]).listen == ["ipc:///a", f"tcp://{place}"]
 
 
 def test_the_longest_path_of_a_unix_socket_is_allowed() -> None:
