@@ -44,6 +44,10 @@ class Daemon:
         folder: for its files.
         slots: of each ring; None for the default memory.
         group: who may connect beside the user.
+        tcp: listen at a port of loopback too; it stays the same when the daemon is started again.
+
+    Attributes:
+        address, tcp_address: where it listens; the second is known once it has started.
     """
 
     def __init__(
@@ -56,16 +60,19 @@ class Daemon:
         group: str | None = None,
         backend: str = "auto",
         name: str = "d",
+        tcp: bool = False,
     ) -> None:
         self.address = f"ipc://{folder}/{name}.sock"
         self.config = folder / f"{name}.yaml"
         self.log = folder / f"{name}.log"
-        document = {"listen": self.address, "workers": {"processes": workers, "backend": backend}, "streams": streams}
+        self.tcp_address = "tcp://127.0.0.1:0" if tcp else ""
+        document = {"workers": {"processes": workers, "backend": backend}, "streams": streams}
         if slots is not None:
             document["memory"] = f"{slots} slots"
         if group is not None:
             document["socket"] = {"group": group}
-        self.config.write_text(yaml.safe_dump(document))
+        self._document = document
+        self._configure()
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, limit_descriptors: int | None = None, prefix: Sequence[str] = ()) -> Daemon:
@@ -82,10 +89,29 @@ class Daemon:
                 start_new_session=True,
             )
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], _START_TIMEOUT)
-        line = self.process.stdout.readline() if ready else b""
-        assert line == f"listening on {self.address}\n".encode(), (line, self.log.read_text())
+        assert self._line() == f"listening on {self.address}", self.log.read_text()
+        if self.tcp_address:
+            line = self._line()
+            self.tcp_address = line.removeprefix("listening on ")
+            assert self.tcp_address.startswith("tcp://127.0.0.1:"), (line, self.log.read_text())
+            self._configure()
         return self
+
+    def _configure(self) -> None:
+        listen = [self.address, self.tcp_address] if self.tcp_address else self.address
+        self.config.write_text(yaml.safe_dump(self._document | {"listen": listen}))
+
+    def _line(self) -> str:
+        assert self.process is not None and self.process.stdout is not None
+        line = b""
+        deadline = time.monotonic() + _START_TIMEOUT
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            data = os.read(self.process.stdout.fileno(), 1) if ready else b""
+            if not data:
+                break
+            line += data
+        return line.decode().rstrip("\n")
 
     @property
     def pid(self) -> int:

@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--prefetch", type=int, default=2)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of pretended training per batch")
     parser.add_argument("--steps", type=int, default=None, help="end after so many batches of this run")
+    parser.add_argument("--transport", default="auto")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     lines = whole_lines(args.record)
@@ -44,6 +45,7 @@ def main() -> None:
             output="numpy",
             dtype="uint8",
             layout="NHWC",
+            transport=args.transport,
         ) as loader,
         args.record.open("ab") as record,
     ):
