@@ -146,6 +146,7 @@ class ScriptedDaemon:
     Args:
         split: rows of a frame of images.
         endpoint: where tcp is to be served; None: where there is room.
+        heartbeat: milliseconds between two over tcp, and of silence after which a client is gone.
 
     Attributes:
         behave: decides about each GET; called in the daemon's thread.
@@ -183,6 +184,7 @@ class ScriptedDaemon:
         columns: Iterable[str] = (),
         split: int = 3,
         endpoint: str | None = None,
+        heartbeat: tuple[int, int] | None = None,
         behave: Callable[[Get], Do] = lambda get: Do.ANSWER,
     ) -> None:
         self.address = f"ipc://{path}"
@@ -228,7 +230,9 @@ class ScriptedDaemon:
         self._router.bind(f"{self.address}.zmq")
         self._tcp = self._context.socket(zmq.ROUTER)
         self._tcp.linger = 0
-        self._tcp.ipv6 = True
+        self._tcp.ipv6 = "[" in (endpoint or "")
+        if heartbeat is not None:
+            self._tcp.heartbeat_ivl, self._tcp.heartbeat_timeout = heartbeat
         self._tcp.bind(endpoint or "tcp://127.0.0.1:*")
         self.tcp_address = cast(bytes, self._tcp.last_endpoint).decode().rstrip("\0")
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
