@@ -21,6 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("source")
     parser.add_argument("record", type=Path)
+    parser.add_argument("--stream", default=None)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--world-size", type=int, default=1)
@@ -37,6 +38,7 @@ def main() -> None:
     with (
         Loader(
             args.source,
+            stream=args.stream,
             batch_size=args.batch_size,
             rank=args.rank,
             world_size=args.world_size,
