@@ -38,7 +38,8 @@ for _ in range(1200):
     os.kill(int(sys.argv[1]), signal.SIGINT)
 '''
 with ScriptedDaemon(Path({socket!r}), samples=SAMPLES, slots=12, window=8) as daemon:
-    with Loader(daemon.address, batch_size=ROWS, output="numpy", dtype="uint8", timeout=20) as loader:
+    address = daemon.address if {transport!r} == "shm" else daemon.tcp_address
+    with Loader(address, batch_size=ROWS, output="numpy", dtype="uint8", timeout=20, transport={transport!r}) as loader:
         seen = []
         batches = iter(loader)
         batch = next(batches)
@@ -59,13 +60,18 @@ with ScriptedDaemon(Path({socket!r}), samples=SAMPLES, slots=12, window=8) as da
 """
 
 
-@pytest.mark.parametrize(("again", "seed"), [("pass", 1), ("batches = iter(loader)", 2)])
+@pytest.mark.parametrize(
+    ("again", "seed", "transport"),
+    [("pass", 1, "shm"), ("batches = iter(loader)", 2, "shm"), ("batches = iter(loader)", 3, "tcp")],
+)
 def test_every_batch_is_handed_out_once_however_often_next_is_interrupted(
-    tmp_path: Path, again: str, seed: int
+    tmp_path: Path, again: str, seed: int, transport: str
 ) -> None:
     script = tmp_path / "storm.py"
     tests = str(Path(__file__).parents[1])
-    script.write_text(STORM.format(tests=tests, socket=str(tmp_path / "s"), again=again, seed=seed))
+    script.write_text(
+        STORM.format(tests=tests, socket=str(tmp_path / "s"), again=again, seed=seed, transport=transport)
+    )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     interrupts, seen = json.loads(done.stdout)

@@ -31,7 +31,10 @@ def index_of(position: int, samples: int) -> int:
 
 @dataclass
 class Driver:
-    """Plays the engine: asks, copies, reports; a picture's pixel is its position plus one."""
+    """Plays the engine: asks, copies, reports; a picture's pixel is its position plus one.
+
+    Its label is a vector and it has a column, both of which name the index.
+    """
 
     steps: Steps
     chunk: int = 4
@@ -52,9 +55,9 @@ class Driver:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.form = Form("numpy", Output("float32", "NHWC"), height=1, width=1,
-                         batch_size=self.steps.batch_size, prefetch=self.prefetch)  # fmt: skip
+                         batch_size=self.steps.batch_size, prefetch=self.prefetch, columns=["name"])  # fmt: skip
         self.assembly = Assembly(
-            epoch=self.epoch, start=self.start, steps=self.steps, layout=SlotLayout(self.chunk, 1, 1),
+            epoch=self.epoch, start=self.start, steps=self.steps, layout=SlotLayout(self.chunk, 1, 1, "float32", 2, 9),
             prefetch=self.prefetch, on_bad_sample=self.policy, max_bad=self.max_bad, allocate=self.allocate,
             uniforms=self.uniforms, counts=self.counts,
         )  # fmt: skip
@@ -89,8 +92,10 @@ class Driver:
                 if piece.tries and row in bad:
                     continue
                 piece.draft.images[target] = BLACK if row in bad else positions[row] + 1
-                piece.draft.labels[target] = 10 * index_of(positions[row], samples)
-                piece.draft.indices[target] = index_of(positions[row], samples)
+                index = index_of(positions[row], samples)
+                piece.draft.labels[target] = index / 2, -index
+                piece.draft.indices[target] = index
+                piece.draft.texts[target] = (f"name {index}",)
         for draft in self.assembly.arrived(want, bad):
             assert draft.missing == 0
             draft.batch = self.form.make(draft, self.epoch)
@@ -118,6 +123,13 @@ class Driver:
 def pixels(batch: Batch) -> list[float]:
     assert (batch.images == batch.images[:, :, :, :1]).all()
     return [float(v) for v in batch.images[:, 0, 0, 0]]
+
+
+def check_labels(batch: Batch) -> None:
+    """Each row has the label and the column of the sample that it says it shows."""
+    assert batch.labels.dtype == np.float32
+    assert batch.labels.tolist() == [[i / 2, -i] for i in batch.indices]
+    assert batch.extra == {"name": [f"name {i}" for i in batch.indices]}
 
 
 def plain_rows(batch: Batch) -> list[int]:
@@ -158,7 +170,7 @@ def test_every_position_is_delivered_rejected_or_dropped_once_over_all_ranks(
             assert plain_rows(batch) == [p for p in positions if p < samples and p not in bad]
             assert [r.position for r in batch.rejects] == [p for p in positions if p < samples and p in bad]
             assert all(r.index == index_of(r.position, samples) for r in batch.rejects)
-            assert np.array_equal(batch.labels, 10 * batch.indices)
+            check_labels(batch)
             if policy != "skip":
                 assert len(batch.indices) == len(positions)
             delivered += plain_rows(batch)
@@ -281,7 +293,7 @@ def test_a_batch_of_which_nothing_survives_carries_one_masked_row() -> None:
     assert pixels(batch) == [BLACK]
     assert list(batch.valid) == [False]
     assert list(batch.indices) == [index_of(4, 12)]
-    assert list(batch.labels) == [10 * index_of(4, 12)]
+    check_labels(batch)
     assert [r.position for r in batch.rejects] == [4, 5, 6, 7]
     driver.next()
     assert driver.counts == Counts(delivered=8, rejected=4, dropped=0, extra=1)
@@ -293,7 +305,7 @@ def test_mask_is_black_with_the_listed_label_and_not_valid() -> None:
     assert pixels(batch)[2] == BLACK
     assert list(np.flatnonzero(~batch.valid)) == [2]
     assert list(batch.indices) == [index_of(p, 8) for p in range(8)]
-    assert list(batch.labels) == [10 * i for i in batch.indices]
+    check_labels(batch)
 
 
 def test_replace_takes_the_position_that_the_table_names_and_says_so() -> None:
@@ -302,6 +314,7 @@ def test_replace_takes_the_position_that_the_table_names_and_says_so() -> None:
     expected = next(p for p in (int(u * 40) for u in driver.uniforms(2)) if p != 2)
     assert pixels(batch)[2] == expected + 1
     assert batch.indices[2] == index_of(expected, 40)
+    check_labels(batch)
     assert list(np.flatnonzero(~batch.valid)) == [2]
     assert [r.position for r in batch.rejects] == [2]
 
@@ -318,7 +331,7 @@ def test_replace_masks_after_sixteen_bad_replacements() -> None:
     batch = driver.next()
     assert pixels(batch)[2] == BLACK
     assert batch.indices[2] == index_of(2, 400)
-    assert batch.labels[2] == 10 * index_of(2, 400)
+    check_labels(batch)
     assert not batch.valid[2]
 
 
@@ -479,3 +492,33 @@ def test_discarding_keeps_the_state_drops_the_memory_and_can_be_taken_up_again()
     assert driver.assembly.state == (2, 8)
     assert driver.assembly.take() is None
     assert [b.step for b in driver.epoch_of()] == list(range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "dtype"),
+    [
+        (SlotLayout(4, 1, 1), (6,), np.int64),
+        (SlotLayout(4, 1, 1, "float32"), (6,), np.float32),
+        (SlotLayout(4, 1, 1, "int64", 1), (6, 1), np.int64),
+        (SlotLayout(4, 1, 1, "float32", 5), (6, 5), np.float32),
+    ],
+)
+def test_labels_are_laid_out_as_the_stream_has_them(layout: SlotLayout, shape: tuple[int, ...], dtype: Any) -> None:
+    driver = Driver(Steps(6, 6, 0, 1, "partial"))
+    driver.assembly._layout = layout
+    want = driver.assembly.want()
+    assert want is not None
+    draft = want.pieces[0].draft
+    assert (draft.labels.shape, draft.labels.dtype) == (shape, dtype)
+    assert draft.texts == []
+
+
+def test_a_request_names_the_rows_from_the_first_to_the_last_that_are_needed() -> None:
+    driver = Driver(Steps(64, 6, 1, 3, "partial"), chunk=16, window=9)
+    driver.ask()
+    assert [(w.chunk, w.rows) for w in driver.outstanding] == [
+        (0, range(6, 12)), (1, range(8, 14)), (2, range(10, 16)), (3, range(12, 16)),
+    ]  # fmt: skip
+    two = Driver(Steps(80, 3, 1, 3, "partial"), chunk=16, window=1)
+    two.ask()
+    assert two.outstanding[0].rows == range(3, 15)  # two steps of this rank, and another's between them

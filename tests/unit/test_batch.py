@@ -51,6 +51,16 @@ def test_a_batch_moves_as_a_whole_and_keeps_what_belongs_to_the_host() -> None:
     assert (moved.epoch, moved.step, moved.rejects) == (3, 5, batch.rejects)
 
 
+def test_texts_stay_where_they_are_when_a_batch_moves() -> None:
+    torch = pytest.importorskip("torch")
+    batch = numpy_batch()
+    texts = Batch(torch.zeros(2, 3, 4, 4), ["a", "b"], batch.indices, batch.valid, 3, 5, extra={"c": [1, None]})
+    moved = texts.to("meta")
+    assert moved.images.device.type == "meta"
+    assert moved.labels == ["a", "b"]
+    assert moved.extra == {"c": [1, None]}
+
+
 def test_a_numpy_batch_says_why_it_cannot_be_moved() -> None:
     with pytest.raises(StateError, match="output='torch'"):
         numpy_batch().to("cpu")

@@ -26,15 +26,19 @@ class Scene:
     """One slot of four rows, and a draft of four rows that wants them all."""
 
     def __init__(self) -> None:
-        self.ring = Ring.create(SlotLayout(4, 2, 2), 2)
+        self.ring = Ring.create(SlotLayout(4, 2, 2, text=8), 2)
         view = self.ring.views[1]
+        view.text[...] = np.frombuffer(b"\x91\x01\x91\x02\x91\x03\x91\x04", np.uint8)
+        view.ends[...] = 2, 4, 6, 8
         view.images[...] = np.arange(1, 5)[:, None, None, None]
         view.labels[...], view.indices[...], view.status[...] = range(10, 14), range(20, 24), Status.OK
         self.ring.generation[1] = GENERATION
-        self.form = Form("numpy", Output("uint8", "NHWC"), height=2, width=2, batch_size=4, prefetch=0)
+        self.form = Form("numpy", Output("uint8", "NHWC"), height=2, width=2, batch_size=4, prefetch=0,
+                         columns=["n"])  # fmt: skip
         self.draft = Draft(
             step=0, positions=range(4), images=self.form.allocate(4), labels=np.zeros(4, np.int64),
             indices=np.zeros(4, np.int64), valid=np.ones(4, np.bool_), keep=np.ones(4, np.bool_), missing=4,
+            texts=[None] * 4,
         )  # fmt: skip
         self.draft.images[...] = 99
         self.want = Want(7, 0, [Piece(self.draft, 0, 0, 4)])
@@ -54,11 +58,12 @@ def scene() -> Any:
     made.ring.close()
 
 
-def test_rows_labels_and_indices_are_copied(scene: Scene) -> None:
+def test_rows_labels_indices_and_texts_are_copied(scene: Scene) -> None:
     assert scene.copy()
     assert scene.draft.images[:, 0, 0, 0].tolist() == [1, 2, 3, 4]
     assert scene.draft.labels.tolist() == [10, 11, 12, 13]
     assert scene.draft.indices.tolist() == [20, 21, 22, 23]
+    assert scene.draft.texts == [(1,), (2,), (3,), (4,)]
 
 
 def test_a_slot_that_holds_something_else_by_now_is_not_copied(scene: Scene) -> None:
@@ -78,6 +83,24 @@ def test_a_slot_that_is_reused_during_the_copy_is_noticed(scene: Scene) -> None:
 
     scene.form.finish = slow
     assert not scene.copy()
+
+
+@pytest.mark.parametrize("ends", [(2, 4, 6, 9), (2, 1, 6, 8), (2, 4, 6, 7)])
+def test_texts_that_are_none_are_an_error_and_where_the_slot_was_reused_none(scene: Scene, ends: Any) -> None:
+    view = scene.ring.views[1]
+    view.ends[...] = ends
+    with pytest.raises(ProtocolError, match="text"):
+        scene.copy()
+    assert scene.draft.texts == [None] * 4
+    finish = scene.form.finish
+
+    def reused(levels: NDArray[np.uint8], out: NDArray[Any]) -> None:
+        finish(levels, out)
+        scene.ring.generation[1] += 1
+
+    scene.form.finish = reused
+    assert not scene.copy()
+    assert scene.draft.texts == [None] * 4
 
 
 def test_a_reject_is_black_in_the_slot_and_named_in_the_message_or_neither(scene: Scene) -> None:
@@ -102,6 +125,7 @@ def test_rows_that_this_rank_does_not_need_may_be_anything(scene: Scene) -> None
     scene.want.pieces = [Piece(scene.draft, 1, 0, 2)]
     assert scene.copy()
     assert scene.draft.images[:, 0, 0, 0].tolist() == [99, 1, 2, 99]
+    assert scene.draft.texts == [None, (1,), (2,), None]
 
 
 def test_a_replacement_that_is_bad_itself_is_not_copied(scene: Scene) -> None:
@@ -122,12 +146,14 @@ def test_a_daemon_that_serves_the_same_pictures_may_differ_in_everything_else() 
         ({"pixels": "x"}, "pixels"),
         ({"pixels": "x", "order": "x"}, r"order \(seed or shuffle\), pixels"),
         ({"pixels": "x", "order": "x", "data": "x"}, "files or labels, order"),
+        ({"labels": "text"}, "kind of label"),
+        ({"layout": SlotLayout(4, 2, 2, "float32")}, "kind of label"),
+        ({"columns": ["a"]}, "columns"),
     ],
 )
 def test_a_daemon_that_serves_other_pictures_is_refused_by_what_differs(change: dict[str, Any], named: str) -> None:
-    prints = {k: v for k, v in change.items() if k != "samples"}
-    other = welcome(fingerprints=msgspec.structs.replace(welcome().fingerprints, **prints))
-    if "samples" in change:
-        other = welcome(samples=change["samples"])
+    prints = {k: v for k, v in change.items() if k in ("pixels", "order", "data")}
+    rest = {k: v for k, v in change.items() if k not in prints}
+    other = welcome(fingerprints=msgspec.structs.replace(welcome().fingerprints, **prints), **rest)
     with pytest.raises(StateError, match=named):
         _check_same(welcome(), other)

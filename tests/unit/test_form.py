@@ -6,13 +6,14 @@ import sys
 from itertools import product
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from headrace.assembly import Draft
 from headrace.batch import Batch
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ProtocolError
 from headrace.form import Form, Library, import_torch, library
 from headrace.output import DType, Layout, Output
 
@@ -87,6 +88,59 @@ def test_rows_that_are_not_kept_close_up_in_order(layout: Layout, keep: tuple[bo
     assert np.array_equal(batch.labels, rows + 10)
     assert np.array_equal(batch.indices, rows + 20)
     assert len(batch.valid) == len(rows)
+
+
+TEXTS = [(f"label {row}", row / 2, {"n": [row, None]}) for row in range(5)]
+
+
+def with_texts(kind: Library, keep: list[bool] | None = None, *, text_labels: bool) -> Batch:
+    columns = ["score", "more"] if text_labels else ["name", "score", "more"]
+    form = Form(
+        kind, Output("uint8", "NHWC"), height=4, width=6, batch_size=5, prefetch=1, text_labels=text_labels,
+        columns=columns,
+    )  # fmt: skip
+    draft = Draft(
+        step=3, positions=range(5), images=form.allocate(5), labels=np.arange(10, dtype=np.float32).reshape(5, 2),
+        indices=np.arange(5), valid=np.ones(5, np.bool_), keep=np.array(keep or [True] * 5), missing=0,
+        texts=form.read([msgspec.msgpack.encode(row) for row in TEXTS]),
+    )  # fmt: skip
+    return form.make(draft, epoch=7)
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+@pytest.mark.parametrize("keep", [None, [False, True, True, False, True]])
+def test_texts_become_labels_and_columns_with_a_value_for_each_row(kind: Library, keep: list[bool] | None) -> None:
+    rows = [row for row, kept in zip(TEXTS, keep or [True] * 5, strict=True) if kept]
+    batch = with_texts(kind, keep, text_labels=True)
+    assert batch.labels == [row[0] for row in rows]
+    assert batch.extra == {"score": [row[1] for row in rows], "more": [row[2] for row in rows]}
+    batch = with_texts(kind, keep, text_labels=False)
+    assert batch.labels.shape == (len(rows), 2)
+    assert str(batch.labels.dtype).removeprefix("torch.") == "float32"
+    assert list(batch.extra) == ["name", "score", "more"]
+    assert batch.extra["name"] == [row[0] for row in rows]
+
+
+def test_without_texts_there_is_nothing_extra() -> None:
+    assert made("numpy", "uint8", "NHWC").extra == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"", b"\xc1", b"\xc0", msgspec.msgpack.encode(["a", 1]), msgspec.msgpack.encode(["a", 1, 2, 3]),
+        msgspec.msgpack.encode([1, 2, 3]), msgspec.msgpack.encode(["a", 1, 2])[:-1],
+        msgspec.msgpack.encode(["a", 1, 2]) + b"\xc0", b"\x93\xa1\xff\x01\x02",
+    ],
+)  # fmt: skip
+def test_a_text_that_is_none_is_refused(text: bytes) -> None:
+    form = Form(
+        "numpy", Output("uint8"), height=1, width=1, batch_size=2, prefetch=0, text_labels=True, columns=["a", "b"]
+    )
+    good = msgspec.msgpack.encode(["a", None, {}])
+    assert form.read([good, good]) == [("a", None, {})] * 2
+    with pytest.raises(ProtocolError, match="the text of a row is not what"):
+        form.read([good, text])
 
 
 def test_a_batch_can_be_written_to_without_a_warning() -> None:
