@@ -443,6 +443,19 @@ class Index:
         path = bytes(self._watched[int(self._watched_offsets[k]) : int(self._watched_offsets[k + 1])])
         return os.path.join(self.root, path)
 
+    def find(self, path: str, size: int, mtime_ns: int) -> list[int]:
+        """Samples that are this file: those of a list may name one several times.
+
+        Args:
+            path: as `shown` gives it.
+        """
+        alike = np.flatnonzero((self.sizes == size) & (self.mtimes_ns == mtime_ns)).tolist()
+        return [i for i in alike if self.shown(i) == path]
+
+    def repeats(self, i: int) -> list[int]:
+        """All samples that are the same file as sample i, itself among them."""
+        return self.find(self.shown(i), int(self.sizes[i]), int(self.mtimes_ns[i]))
+
     def changed(self) -> bytes | None:
         """Something watched whose mtime or size is not what it was when the listing was made, if there is any: in a
         folder a name came or went, a list or a tar is another one.

@@ -86,6 +86,10 @@ class LabelColumn:
         Raises:
             ValueError: it is no label, or of another kind than those before it.
         """
+        if self._form is _Form.NAME and isinstance(value, str) and value in self._names:  # as nearly all are
+            self._numbers.append(self._names[value])
+            self._count += 1
+            return
         match self._form_of(value):
             case _Form.NUMBER:
                 self._add_numbers(_Form.NUMBER, [value], value, where)

@@ -28,8 +28,9 @@ class Ledger:
         self.convicted: dict[int, str] = dict(self._read())
 
     def convict(self, index: int, reason: str) -> None:
-        """Add a sample. A ledger that cannot be written is logged; the conviction then holds for this process."""
-        self.convicted[index] = reason
+        """Add a sample, and all that are the same file. A ledger that cannot be written is logged; the conviction then
+        holds for this process."""
+        self.convicted.update(dict.fromkeys(self._index.repeats(index), reason))
         if self._file is None:
             return
         entry = {"index": index, **self._identity(index), "reason": reason}
@@ -51,18 +52,11 @@ class Ledger:
             try:
                 entry = json.loads(line)
                 path, size, mtime_ns, reason = (entry[key] for key in ("path", "size", "mtime_ns", "reason"))
-                now = self._line(str(path), int(entry["index"]))
-            except (ValueError, KeyError, TypeError):
+                now = self._index.find(str(path), int(size), int(mtime_ns))
+            except (ValueError, KeyError, TypeError, OverflowError):
                 log.warning("the ledger %s has a line that is none: %.80s", self._file, line)
                 continue
-            if now is not None and self._identity(now) == {"path": path, "size": size, "mtime_ns": mtime_ns}:
-                yield now, str(reason)
-
-    def _line(self, path: str, then: int) -> int | None:
-        """Where the listing has the path now: mostly where it had it then."""
-        if 0 <= then < len(self._index) and self._index.shown(then) == path:
-            return then
-        return next((i for i in range(len(self._index)) if self._index.shown(i) == path), None)
+            yield from ((number, str(reason)) for number in now)
 
     def _identity(self, index: int) -> dict[str, int | str]:
         return {

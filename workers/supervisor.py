@@ -370,9 +370,10 @@ class Supervisor:
         if row is not None:
             index = int(view.indices[row])
             reason = f"a worker that rendered only this picture died of it, twice ({how})"
-            at.convicted[index] = reason
-            for worker in self._workers:
-                self._tell(worker, Convict(stream=job.stream, index=index, reason=reason))
+            for same in at.index.repeats(index):
+                at.convicted[same] = reason
+                for worker in self._workers:
+                    self._tell(worker, Convict(stream=job.stream, index=same, reason=reason))
             self._report(Convicted(job.stream, index, reason))
         self._again.appendleft(job)
 
