@@ -287,11 +287,16 @@ def bench(
 @app.command()
 def demo(
     data: Annotated[Path | None, typer.Option("--data", help="a folder of class folders with pictures")] = None,
+    address: Annotated[str | None, typer.Option("--from", metavar="ADDRESS", help="a daemon that serves already")] = None,
+    transport: Annotated[str, typer.Option(help="auto, shm or tcp; with --from")] = "auto",
 ) -> None:
     """Serve real photos through a daemon, train a small network on them, print speed, waiting and loss."""
-    from headrace.server.demo import run
+    from headrace.server.demo import run, train
 
-    run(data, _out)
+    if address is None:
+        run(data, _out)
+    else:
+        train(address, _out, epochs=1, transport=transport)
 
 
 def _out(*lines: str) -> None:

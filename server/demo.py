@@ -1,18 +1,28 @@
-"""The demo: real photos through a daemon into a small network, with the loss to see that it learns."""
+"""The demo: real photos through a daemon into a small network, with the loss to see that it learns.
+
+First with a private daemon through shared memory; then, where the machine allows it, the same between two hosts, the
+daemon on one and the trainer on the other, over tcp.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
+import select
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, DeadlineError, HeadraceError
 from headrace.loader import Loader
+from headrace.server.second_host import Host, NotPossible, two_hosts
 
 #: Colour photos that the scikit-image package ships; each becomes a class of cut-outs.
 _PHOTOS = {
@@ -30,9 +40,12 @@ _PER_CLASS = 120
 _EPOCHS = 4
 _BATCH = 64
 _SIZE = 96
+_READY = 60.0  # seconds that the daemon on the other host may take
+
+Out = Callable[..., None]
 
 
-def run(data: Path | None, out: Callable[..., None]) -> None:
+def run(data: Path | None, out: Out) -> None:
     """Serve the pictures, train on them, print what came of it.
 
     Args:
@@ -43,16 +56,18 @@ def run(data: Path | None, out: Callable[..., None]) -> None:
         ConfigError: torch or scikit-image is missing.
     """
     _need("torch", "torch")
-    if data is not None:
-        _train(data, None, out)
-        return
-    _need("skimage", "demo")
-    with tempfile.TemporaryDirectory(prefix="headrace-demo-") as folder:
-        photos, cache = Path(folder, "photos"), Path(folder, "cache")
-        photos.mkdir()
-        count = cut_photos(photos)
-        out(f"cut {count} JPEGs from the {len(_PHOTOS)} photos that scikit-image ships")
-        _train(photos, cache, out)
+    with tempfile.TemporaryDirectory(prefix="headrace-demo-") as name:
+        folder = Path(name)
+        cache = None
+        if data is None:
+            _need("skimage", "demo")
+            data, cache = folder / "photos", folder / "cache"
+            data.mkdir()
+            count = cut_photos(data)
+            out(f"cut {count} JPEGs from the {len(_PHOTOS)} photos that scikit-image ships")
+        configuration = _configuration(data, cache)
+        train(configuration, out)
+        _train_on_another_host(configuration, folder, out)
 
 
 def _need(module: str, extra: str) -> None:
@@ -82,18 +97,12 @@ def cut_photos(folder: Path, per_class: int = _PER_CLASS) -> int:
     return count
 
 
-def _train(folder: Path, cache: Path | None, out: Callable[..., None]) -> None:
-    import torch
-    from torch import nn
-
-    torch.manual_seed(0)
-    # The workers take every CPU but one: threads of torch beside them would spend their time waiting for each other.
-    torch.set_num_threads(1)
-    configuration: dict[str, Any] = {
+def _configuration(folder: Path, cache: Path | None) -> dict[str, Any]:
+    return {
         "cache_dir": None if cache is None else str(cache),
         "streams": {
             "train": {
-                "dataset": {"folder": str(folder)},
+                "dataset": {"folder": str(folder.absolute())},
                 "shuffle": True,
                 "transforms": [
                     {"random_resized_crop": {"size": _SIZE, "scale": [0.3, 1.0]}},
@@ -103,15 +112,29 @@ def _train(folder: Path, cache: Path | None, out: Callable[..., None]) -> None:
             }
         },
     }
-    with Loader(configuration, batch_size=_BATCH) as loader:
+
+
+def train(source: Any, out: Out, *, epochs: int = _EPOCHS, transport: str = "auto") -> None:
+    """Train a small network on a stream.
+
+    Args:
+        source, transport: as the Loader takes them.
+    """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    # The workers take every CPU but one: threads of torch beside them would spend their time waiting for each other.
+    torch.set_num_threads(1)
+    with Loader(source, batch_size=_BATCH, transport=transport) as loader:
         model = _network(len(loader.classes))
         optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
         loss_of = nn.CrossEntropyLoss()
         out(
-            f"{loader.num_samples} photos in {len(loader.classes)} classes, served by a private daemon over ZeroMQ; "
-            f"{len(loader)} batches of {_BATCH} an epoch"
+            f"{loader.num_samples} photos in {len(loader.classes)} classes from {_whom(source)}, "
+            f"transport {loader.stats()['transport']}; {len(loader)} batches of {_BATCH} an epoch"
         )
-        for epoch in range(_EPOCHS):
+        for epoch in range(epochs):
             losses, right, images, waited = [], 0, 0, 0.0
             begin = before = time.perf_counter()
             for x, y in loader:
@@ -130,7 +153,53 @@ def _train(folder: Path, cache: Path | None, out: Callable[..., None]) -> None:
                 f"epoch {epoch + 1}: {images / seconds:5.0f} images/s, trainer waited {waited / seconds:4.0%}, "
                 f"loss {sum(losses) / len(losses):.3f}, right {right / images:4.0%}"
             )
-        out(f"transport: {loader.stats()['transport']}")
+
+
+def _whom(source: Any) -> str:
+    return f"the daemon at {source}" if isinstance(source, str) else "a private daemon"
+
+
+def _train_on_another_host(configuration: dict[str, Any], folder: Path, out: Out) -> None:
+    """One epoch more, with the daemon on one host and the trainer on another."""
+    try:
+        with two_hosts() as (server, client), _serving(server, configuration, folder) as address:
+            out(
+                f"and from another host: the daemon on {server.ip}, the trainer on {client.ip} (two network namespaces)"
+            )
+            # --transport tcp: the two have one file system, so the daemon's Unix socket would be found here too.
+            command = client.command(
+                sys.executable, "-m", "headrace.server", "demo", "--from", address, "--transport", "tcp"
+            )
+            with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as trainer:
+                assert trainer.stdout is not None
+                for line in trainer.stdout:
+                    out(line.rstrip("\n"))
+            if trainer.returncode:
+                raise HeadraceError(f"the trainer on the other host ended with status {trainer.returncode}")
+    except NotPossible as error:
+        out(f"two hosts cannot be played on this machine: {error}")
+
+
+@contextlib.contextmanager
+def _serving(host: Host, configuration: dict[str, Any], folder: Path) -> Iterator[str]:
+    """A daemon on that host; its address."""
+    file = folder / "headrace.yaml"
+    file.write_text(json.dumps(configuration | {"listen": f"tcp://{host.ip}:0"}))  # JSON is YAML
+    command = host.command(sys.executable, "-m", "headrace.server", "serve", "--insecure", str(file))
+    with (folder / "daemon.log").open("wb") as log:
+        daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
+    try:
+        assert daemon.stdout is not None
+        ready, _, _ = select.select([daemon.stdout], [], [], _READY)
+        line = daemon.stdout.readline().decode() if ready else ""
+        if not line.startswith("listening on "):
+            said = (folder / "daemon.log").read_text()[-2000:]
+            raise DeadlineError(f"the daemon on the other host does not get ready: {said}")
+        yield line.removeprefix("listening on ").strip()
+    finally:
+        daemon.terminate()
+        daemon.wait(_READY)
+        daemon.stdout.close()
 
 
 def _network(classes: int) -> Any:
