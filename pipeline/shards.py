@@ -156,16 +156,15 @@ class ShardSource:
 
     def __init__(self, index: Index, decode: Decode) -> None:
         self._open: dict[int, int] = {}  # number of a tar → descriptor, the latest last
-        assert index.container is not None and index.positions is not None
         self._index = index
-        self._container, self._positions = index.container, index.positions
         self._limit = decode.max_file_bytes
 
     def read(self, i: int) -> bytes:
-        name = self._index.shown_full(i)
-        tar = int(self._container[i])
-        state = int(self._index.watched_sizes[tar]), int(self._index.mtimes_ns[i])
-        position, size = int(self._positions[i]), int(self._index.sizes[i])
+        index = self._index
+        assert index.container is not None and index.positions is not None
+        name, tar = index.shown_full(i), int(index.container[i])
+        state = int(index.watched_sizes[tar]), int(index.mtimes_ns[i])
+        position, size = int(index.positions[i]), int(index.sizes[i])
         try:
             fd = self._descriptor(tar, name)
             compare(name, os.fstat(fd), *state, _ITS_TAR)
