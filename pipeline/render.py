@@ -185,6 +185,8 @@ class ChunkRenderer:
                         f" (errno {error.errno}: {os.strerror(error.errno) if error.errno else 'none'})"
                     ) from error
                 time.sleep(delay)
+            except DatasetError as changed:  # said by a source, which knows paths
+                raise DatasetError(f"sample {index}, {changed}") from None
         raise AssertionError
 
     def _reject(self, view: SlotView, row: int, bad: BadPicture, result: Rendered) -> None:
