@@ -91,6 +91,12 @@ def unsupported(data: bytes) -> str | None:
     return None
 
 
+def reducible(data: bytes) -> bool:
+    """Whether blocks can be decoded to fewer pixels: where the process is one with cosines."""
+    frame = header(data).frame
+    return frame is not None and frame.process in (0, 1, *_PROGRESSIVE, 9)
+
+
 def missing_parts(data: bytes) -> str | None:
     """What the markers say is missing of a JPEG, or None. Decoders resynchronise or stop there without a word."""
     head = header(data)

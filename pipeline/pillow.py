@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import PIL
@@ -20,6 +21,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from headrace.pipeline import jpeg, png
+from headrace.pipeline.geometry import Colour
 from headrace.pipeline.probe import BadPicture, Picture, pillow_quiet
 from headrace.pipeline.transforms import Params
 
@@ -55,6 +57,9 @@ _TRANSPOSE: dict[tuple[bool, bool, bool], Image.Transpose | None] = {
     (True, False, True): Image.Transpose.ROTATE_90,
 }
 
+#: Levels between the grey of missing data and the last pixel of a reduced JPEG, from which on it is surely whole.
+_NEARLY_GREY = 24
+
 Box = tuple[float, float, float, float]
 
 
@@ -74,13 +79,15 @@ class PillowBackend:
         verdicts: list[BadPicture | None] = []
         for i, (picture, target) in enumerate(zip(pictures, out, strict=True)):
             begin(i)
+            view = _View.of(picture, params, i)
+            reduction = view.reduction if picture.reducible else 1
             try:
-                image = decode(picture)
+                image = decode(picture, reduction)
             except BadPicture as bad:
                 target[...] = 0
                 verdicts.append(bad.with_traceback(None))
             else:
-                target[...] = np.asarray(_show(image, picture, params, i))
+                target[...] = np.asarray(view.show(image, reduction))
                 verdicts.append(None)
         return verdicts
 
@@ -88,14 +95,18 @@ class PillowBackend:
         pass
 
 
-def decode(picture: Picture) -> Image.Image:
+def decode(picture: Picture, reduction: int = 1) -> Image.Image:
     """All pixels as stored (orientation not applied), of mode L or RGB. Takes the picture's image.
 
+    Args:
+        reduction: 1, or of a reducible picture 2, 4 or 8: pixel (x, y) of the result is then the part of the picture
+            from (x, y) * reduction to (x + 1, y + 1) * reduction, and the last ones may extend beyond it.
+
     Raises:
-        BadPicture: (stage "decode") the data are damaged or incomplete.
+        BadPicture: (stage "decode") the data are damaged or incomplete; for every reduction the same.
     """
     try:
-        return _decode(picture)
+        return _decode(picture, reduction)
     # Whatever a decoder raises for some content is a verdict on that content, and content is all there is here.
     except Exception as error:
         reason = _reason(picture, error)
@@ -103,16 +114,20 @@ def decode(picture: Picture) -> Image.Image:
     raise BadPicture("decode", reason)
 
 
-def _decode(picture: Picture) -> Image.Image:
+def _decode(picture: Picture, reduction: int) -> Image.Image:
     image = picture.take()
     size = image.size
+    if reduction > 1:
+        # Pillow takes the largest reduction that leaves as many pixels as are asked for.
+        image.draft(None, (size[0] // reduction, size[1] // reduction))
+        size = -(-size[0] // reduction), -(-size[1] // reduction)
     # TIFF lists its strips or tiles; other formats may well fill a part of their canvas only.
     tiles = {tile.extents for tile in image.tile} if picture.format == "TIFF" else set()
     with pillow_quiet(size[0] * size[1]):
         image.load()
         if image.size != size:
             raise ValueError(f"the pixels are {image.size[0]}x{image.size[1]}, the header said {size[0]}x{size[1]}")
-        if missing := _missing(image, picture) or _uncovered(size, tiles):
+        if missing := _missing(image, picture, reduction) or _uncovered(size, tiles):
             raise ValueError(missing)
         return _to_grey_or_rgb(image, picture)
 
@@ -122,7 +137,7 @@ def _reason(picture: Picture, error: Exception) -> str:
     return text if text.startswith(picture.format) else f"{picture.format}: {text}"
 
 
-def _missing(image: Image.Image, picture: Picture) -> str | None:
+def _missing(image: Image.Image, picture: Picture, reduction: int) -> str | None:
     """What is missing of a picture that Pillow took for whole. Each check begins with a sign that costs nothing."""
     width, height = image.size
     if picture.format in ("JPEG", "MPO"):
@@ -130,7 +145,11 @@ def _missing(image: Image.Image, picture: Picture) -> str | None:
             return why
         # Where its data end early libjpeg leaves the rest mid-grey. So may be a picture: does more data change it?
         corner = image.crop((width - 1, height - 1, width, height)).tobytes()
-        if set(corner) <= {127, 128}:  # 127 where inks are inverted
+        if reduction > 1 and all(abs(level - 128) <= _NEARLY_GREY for level in corner):
+            # The verdict is that on the whole picture, whose last pixel is one of several that make this one.
+            whole = JpegImageFile(io.BytesIO(picture.data), b"")
+            return _missing(whole, picture, 1)
+        if reduction == 1 and set(corner) <= {127, 128}:  # 127 where inks are inverted
             longer = JpegImageFile(io.BytesIO(jpeg.with_more_data(picture.data)), b"")
             if ImageChops.difference(image, longer).getbbox():
                 return "JPEG whose data end before the picture does"
@@ -178,41 +197,72 @@ def _scaled(levels: NDArray[np.generic], top: int) -> Image.Image:
     return Image.fromarray(((wide * 255 + top // 2) // top).astype(np.uint8))
 
 
-def _show(image: Image.Image, picture: Picture, params: Params, i: int) -> Image.Image:
-    """Row `i` of the parameters as an RGB image of their size. All turning is done on the result, which is small."""
-    transpose, flip_x, flip_y = _UPRIGHT[picture.orientation]
-    x0, y0, x1, y1 = (float(v) for v in params.box[i])
-    height, width = params.size
-    # From the upright picture back to the stored one.
-    if flip_x:
-        x0, x1 = picture.width - x1, picture.width - x0
-    if flip_y:
-        y0, y1 = picture.height - y1, picture.height - y0
-    if transpose:
-        x0, y0, x1, y1, width, height = y0, x0, y1, x1, height, width
-    small = _window(image, (x0, y0, x1, y1), width, height, params)
-    turn = _TRANSPOSE[transpose, flip_x ^ bool(params.mirror_x[i]), flip_y ^ bool(params.mirror_y[i])]
-    if turn is not None:
-        small = small.transpose(turn)
-    return small if small.mode == "RGB" else small.convert("RGB")
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What is to be seen of a picture, in the picture as it is stored.
 
-
-def _window(image: Image.Image, box: Box, width: int, height: int, params: Params) -> Image.Image:
-    """The box resampled to width x height, with the fill where it leaves the picture.
-
-    A pixel of the result is fill if its middle lies outside. The filter sees the picture beyond the box, and at the
-    picture's own border only what there is.
+    Attributes:
+        box: the window, in pixels of the whole picture.
+        size: (width, height) into which it is resampled.
+        whole: (width, height) of the picture.
+        turn: what is then done to the result, which is small.
+        interpolation, fill: as in the parameters.
     """
-    left, right, x0, x1 = _inside(box[0], box[2], image.width, width)
-    top, bottom, y0, y1 = _inside(box[1], box[3], image.height, height)
-    if left >= right or top >= bottom:
-        return Image.new("RGB", (width, height), params.fill)
-    part = _resample(image, (x0, y0, x1, y1), right - left, bottom - top, params.interpolation)
-    if part.size == (width, height):
-        return part
-    framed = Image.new("RGB", (width, height), params.fill)
-    framed.paste(part, (left, top))
-    return framed
+
+    box: Box
+    size: tuple[int, int]
+    whole: tuple[int, int]
+    turn: Image.Transpose | None
+    interpolation: str
+    fill: Colour
+
+    @classmethod
+    def of(cls, picture: Picture, params: Params, i: int) -> _View:
+        """By row `i` of the parameters."""
+        transpose, flip_x, flip_y = _UPRIGHT[picture.orientation]
+        x0, y0, x1, y1 = (float(v) for v in params.box[i])
+        (height, width), whole = params.size, (picture.width, picture.height)
+        # From the upright picture back to the stored one.
+        if flip_x:
+            x0, x1 = picture.width - x1, picture.width - x0
+        if flip_y:
+            y0, y1 = picture.height - y1, picture.height - y0
+        if transpose:
+            x0, y0, x1, y1, width, height, whole = y0, x0, y1, x1, height, width, whole[::-1]
+        turn = _TRANSPOSE[transpose, flip_x ^ bool(params.mirror_x[i]), flip_y ^ bool(params.mirror_y[i])]
+        return cls((x0, y0, x1, y1), (width, height), whole, turn, params.interpolation, params.fill)
+
+    @property
+    def reduction(self) -> int:
+        """By how much the picture may be reduced before, and still is reduced after that: 1, 2, 4 or 8."""
+        x0, y0, x1, y1 = self.box
+        steps = (x1 - x0) / self.size[0], (y1 - y0) / self.size[1]
+        return next(r for r in (8, 4, 2, 1) if r == 1 or r <= min(*steps, *self.whole))
+
+    def show(self, image: Image.Image, reduction: int) -> Image.Image:
+        """As an RGB image, upright; `image` is the picture decoded with this reduction, of mode L or RGB."""
+        small = self._window(image, reduction)
+        if self.turn is not None:
+            small = small.transpose(self.turn)
+        return small if small.mode == "RGB" else small.convert("RGB")
+
+    def _window(self, image: Image.Image, reduction: int) -> Image.Image:
+        """The box resampled, with the fill where it leaves the picture.
+
+        A pixel of the result is fill if its middle lies outside. The filter sees the picture beyond the box, and at
+        the picture's own border only what there is.
+        """
+        left, right, x0, x1 = _inside(self.box[0], self.box[2], self.whole[0], self.size[0])
+        top, bottom, y0, y1 = _inside(self.box[1], self.box[3], self.whole[1], self.size[1])
+        if left >= right or top >= bottom:
+            return Image.new("RGB", self.size, self.fill)
+        box = x0 / reduction, y0 / reduction, x1 / reduction, y1 / reduction
+        part = _resample(image, box, right - left, bottom - top, self.interpolation)
+        if part.size == self.size:
+            return part
+        framed = Image.new("RGB", self.size, self.fill)
+        framed.paste(part, (left, top))
+        return framed
 
 
 def _inside(low: float, high: float, length: int, pixels: int) -> tuple[int, int, float, float]:

@@ -69,6 +69,7 @@ class Picture:
         width: likewise.
         orientation: EXIF's 1 to 8, what is still to be done to the image once it is loaded.
         image: opened, not loaded; None once it was taken.
+        reducible: whether it is a JPEG that may be decoded at a half, a quarter or an eighth of its size.
     """
 
     data: bytes
@@ -77,6 +78,7 @@ class Picture:
     width: int
     orientation: int
     image: ImageFile.ImageFile | None
+    reducible: bool = False
 
     def take(self) -> ImageFile.ImageFile:
         """The opened image, once. Decoding fills it, and the pixels of a whole chunk at full size are too many to keep:
@@ -112,7 +114,8 @@ def probe(data: bytes, decode: Decode) -> Picture:
         orientation = 1 if kind == "TIFF" else _orientation(image, data)
     if orientation >= 5:
         width, height = height, width
-    return Picture(data, name, height, width, orientation, image)
+    reducible = decode.dct_scaling and kind == "JPEG" and jpeg.reducible(data)
+    return Picture(data, name, height, width, orientation, image, reducible)
 
 
 @contextmanager

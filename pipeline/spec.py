@@ -91,15 +91,18 @@ class _Model(BaseModel):
 
 
 class Decode(_Model):
-    """Limits on a sample; over one of them it is a reject. Part of the *pixels* fingerprint.
+    """How samples are decoded, and limits; over one of them a sample is a reject. Part of the *pixels* fingerprint.
 
     Attributes:
         max_pixels: height times width of a picture.
         max_file_bytes: of a file, which is not read when it is larger.
+        dct_scaling: whether a JPEG may be decoded at a half, a quarter or an eighth of its size, where the window is
+            reduced at least as much.
     """
 
     max_pixels: Annotated[int, whole(1)] = 178956970
     max_file_bytes: Size = 256 << 20
+    dct_scaling: Flag = False
 
 
 class Columns(_Model):
@@ -171,7 +174,9 @@ class Dataset(_Model):
             raise ValueError("columns.path: belongs to `list`; a sample of `shards` is called by its key")
         label = self.columns.label
         if isinstance(label, list) and self.labels not in ("auto", "int", "float"):
-            raise ValueError(f"columns.label: several columns are a vector of numbers, which are no labels: {self.labels}")
+            raise ValueError(
+                f"columns.label: several columns are a vector of numbers, which are no labels: {self.labels}"
+            )
         if self.source == "list" and self.columns.path in (label if isinstance(label, list) else [label]):
             raise ValueError(f"columns: {show(self.columns.path)} cannot be both path and label")
         if self.source == "folder" and self.classes is not None:
@@ -238,9 +243,16 @@ class Stream(_Model):
             data: the listing's fingerprint.
         """
         order = _digest({"data": data, "seed": self.seed, "shuffle": self.shuffle})
-        transforms = [transform.plain() for transform in self.transforms]
-        pixels = {"order": order, "decode": self.decode.plain(), "transforms": transforms, "chunk": self.chunk}
+        # What is not used is left out, so that an option which comes later changes no digest of a stream without it.
+        transforms = [
+            {name: _used(arguments) for name, arguments in transform.plain().items()} for transform in self.transforms
+        ]
+        pixels = {"order": order, "decode": _used(self.decode.plain()), "transforms": transforms, "chunk": self.chunk}
         return Fingerprints(data, order, _digest(pixels))
+
+
+def _used(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
 class Socket(_Model):

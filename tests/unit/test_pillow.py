@@ -39,13 +39,13 @@ LOSSLESS = ["PNG", "BMP", "DIB", "TIFF", "PPM", "TGA", "QOI"]
 CUT = [*LOSSLESS, "JPEG", "GIF", "WEBP", "AVIF", "JPEG2000", "ICO"]
 
 
-def show(data: bytes, transforms: Sequence[Transform] = (), first: int = 0) -> Pixels:
+def show(data: bytes, transforms: Sequence[Transform] = (), first: int = 0, dct_scaling: bool = False) -> Pixels:
     """The picture by the backend; without transforms at its own size.
 
     Raises:
         BadPicture: the verdict.
     """
-    picture = probe(data, Decode())
+    picture = probe(data, Decode(dct_scaling=dct_scaling))
     chain = transforms or [Resize((picture.height, picture.width))]
     params = plan(chain, 0, 0, first, np.array([picture.height]), np.array([picture.width]))
     out = np.full((*params.size, 3), 77, np.uint8)
@@ -335,6 +335,99 @@ def test_what_follows_the_picture_is_ignored() -> None:
         np.testing.assert_array_equal(show(data + tail), show(data))
 
 
+# JPEGs decoded at a reduced size
+
+
+def test_without_dct_scaling_nothing_is_reduced_and_with_it_only_jpegs_that_shrink_to_half() -> None:
+    chain: list[Transform] = [Resize((50, 50))]
+    for format, side, reduced in (("JPEG", 100, True), ("JPEG", 99, False), ("PNG", 400, False), ("MPO", 200, True)):
+        data = encode(noise(side, side), format)
+        assert (show(data, chain, dct_scaling=True) != show(data, chain)).any() == reduced
+        # Neither in one direction alone.
+        np.testing.assert_array_equal(
+            show(data, [Resize((side, 10))], dct_scaling=True), show(data, [Resize((side, 10))])
+        )
+
+
+@pytest.mark.parametrize("reduction", [2, 4, 8])
+@pytest.mark.parametrize("height, width", [(240, 320), (241, 321), (247, 327), (255, 333), (250, 65)])
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:0"])
+def test_a_reduced_jpeg_shows_the_same_window(height: int, width: int, subsampling: str, reduction: int) -> None:
+    y, x = np.mgrid[0:height, 0:width]
+    waves = np.stack([np.cos(x / 20) + np.cos(y / 20), np.sin(x / 20), np.sin(y / 20)], axis=2)
+    image = Image.fromarray((128 + 60 * waves).astype(np.uint8))
+    data = encode(image, "JPEG", quality=100, subsampling=subsampling)
+    size = (height // reduction, width // reduction)
+    for chain in ([Resize(size)], [Resize(size), CenterCrop((25, 7))], [Resize(size), Pad(3, 128)]):
+        ours, exact = (show(data, chain, dct_scaling=scaling).astype(float) for scaling in (True, False))
+        assert far(ours, exact) <= 5
+        for axis in (0, 1):
+            slope = np.gradient(exact, axis=axis)
+            shift = ((ours - exact) * slope).sum() / (slope**2).sum()
+            assert abs(shift) < 0.06, f"{shift} pixels along axis {axis}"
+
+
+def test_a_reduced_jpeg_is_turned_and_cropped_like_the_whole() -> None:
+    chain = [RandomResizedCrop(20, scale=(0.5, 1)), RandomHorizontalFlip(), RandomVerticalFlip(), CenterCrop((20, 12))]
+    upright = noise(203, 301).resize((301, 203)).reduce(3).resize((301, 203), Image.Resampling.BICUBIC)
+    for first in range(4):
+        expected = show(encode(upright), chain, first)
+        for orientation in range(1, 9):
+            data = encode(
+                stored(upright, orientation), "JPEG", quality=100, subsampling="4:4:4", exif=exif(orientation)
+            )
+            assert far(show(data, chain, first, dct_scaling=True), expected) <= 5, orientation
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK", "RGB"])
+def test_every_mode_of_jpeg_can_be_reduced(mode: str) -> None:
+    data = encode(quadrants(256, 384).convert(mode), "JPEG", quality=95)
+    chain: list[Transform] = [Resize((32, 48))]
+    assert far(corners(show(data, chain, dct_scaling=True)), corners(show(data, chain))) <= 1
+
+
+DAMAGES: dict[str, Any] = {
+    "cut": lambda data, share: data[: int(len(data) * share)],
+    "closed after a cut": lambda data, share: data[: int(len(data) * share)] + b"\xff\xd9",
+    "zeros": lambda data, share: data[: int(len(data) * share)] + bytes(200) + data[int(len(data) * share) + 200 :],
+    "a hole": lambda data, share: data[: int(len(data) * share)] + data[int(len(data) * share) + 200 :],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_blocks": 3}, {"subsampling": "4:2:0"}])
+def test_the_verdict_on_a_jpeg_is_the_same_for_every_window(damage: str, options: dict[str, Any]) -> None:
+    for mode in ("RGB", "L", "CMYK"):
+        whole = encode(noise(203, 301).convert(mode), "JPEG", **options)
+        for share in (0.3, 0.6, 0.9, 0.97, 0.99, 0.999, 1.0):
+            data = DAMAGES[damage](whole, share)
+            verdicts = {verdict(data, Resize((203 // part, 301 // part))) for part in (1, 2, 4, 8)}
+            assert len(verdicts) == 1, (mode, share, verdicts)
+
+
+def verdict(data: bytes, transform: Transform) -> str | None:
+    try:
+        show(data, [transform], dct_scaling=True)
+    except BadPicture as bad:
+        return f"{bad.stage}: {bad.reason}"
+    return None
+
+
+def test_the_verdict_on_an_extra_sample_is_the_same_for_every_window(extra_samples: Path) -> None:
+    files = [file for file in (extra_samples / "hard").rglob("*") if file.is_file()]
+    for file in files:
+        data = file.read_bytes()
+        try:
+            picture = probe(data, Decode())
+        except BadPicture:
+            continue
+        sides = picture.height, picture.width
+        picture.take().close()
+        if picture.format in ("JPEG", "MPO"):
+            sizes = {tuple(min(max(side // part, 1), 16384) for side in sides) for part in (1, 2, 4, 8)}
+            assert len({verdict(data, Resize(size)) for size in sizes}) == 1, file
+
+
 # bad pictures
 
 
@@ -456,6 +549,38 @@ def test_the_render_id_names_the_libraries() -> None:
 
 
 # the extra samples
+
+
+def levels_apart(extra_samples: Path, chain: list[Transform]) -> Pixels:
+    """Between photographs that were reduced while decoding and those that were not."""
+    files = sorted((extra_samples / "photos").rglob("*.jpg"))[::8]
+    pairs = [
+        [show(file.read_bytes(), chain, i, scaling).astype(int) for scaling in (True, False)]
+        for i, file in enumerate(files)
+    ]
+    return np.array([np.abs(ours - exact) for ours, exact in pairs])
+
+
+@pytest.mark.parametrize("size", [224, 128])
+def test_photographs_decoded_at_a_reduced_size_differ_by_as_little_as_the_page_says(
+    extra_samples: Path, size: int
+) -> None:
+    apart = levels_apart(extra_samples, [RandomResizedCrop(size)])
+    assert 0 < apart.mean() < 1 and np.percentile(apart, 99) <= 9 and apart.max() <= 50
+
+
+def test_photographs_differ_from_torchvision_at_the_border_by_as_little_as_the_page_says(extra_samples: Path) -> None:
+    t = torchvision("transforms")
+    apart = []
+    for position, file in enumerate(sorted((extra_samples / "photos").rglob("*.jpg"))[::8]):
+        picture = Image.open(file).convert("RGB")
+        if picture.getexif().get(0x0112, 1) != 1:
+            continue
+        sides = np.array([picture.height]), np.array([picture.width])
+        x0, y0, x1, y1 = (int(v) for v in plan([RandomResizedCrop(224)], 0, 0, position, *sides).box[0])
+        theirs = t.functional.resized_crop(picture, y0, x0, y1 - y0, x1 - x0, [224, 224])
+        apart.append(far(show(file.read_bytes(), [RandomResizedCrop(224)], position), theirs))
+    assert 5 < max(apart) <= 25
 
 
 #: Four inks, said by nothing to be Adobe's and coded like theirs: which colours were meant cannot be known.

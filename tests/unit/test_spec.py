@@ -273,7 +273,11 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("streams.train.chunk", None, "must be a whole number from 1 to 4096"),
     ("streams.train.decode.max_pixels", 0, "must be a whole number of at least 1"),
     ("streams.train.decode.max_file_bytes", "much", "must be bytes (268435456) or a size"),
-    ("streams.train.decode.dct_scaling", False, "allowed here: max_file_bytes, max_pixels"),
+    (
+        "streams.train.decode.dct_scale",
+        False,
+        "did you mean dct_scaling?; allowed here: dct_scaling, max_file_bytes, max_pixels",
+    ),
     ("streams.train.output.dtype", "float64", "must be 'uint8', 'float16', 'bfloat16' or 'float32'"),
     ("streams.train.output.layuot", "NCHW", "did you mean layout?; allowed here: dtype, layout, mean, std"),
     ("streams.train.output.mean", [0, 0], "streams.train.output.mean[2]: this item is missing"),
@@ -419,6 +423,7 @@ OTHER_PIXELS: list[dict[str, Any]] = [
     {"chunk": 4},
     {"decode": {"max_pixels": 5}},
     {"decode": {"max_file_bytes": 5}},
+    {"decode": {"dct_scaling": True}},
     {"transforms": [TRANSFORMS[0]]},
     {"transforms": [{"random_resized_crop": {"size": 65}}, TRANSFORMS[1]]},
 ]
