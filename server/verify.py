@@ -214,14 +214,26 @@ class Verification:
             supervisor.open_stream(0, at.spec, ring, at.index, at.ledger.convicted)
             supervisor.start()
             crew = _Crew(at, loop, supervisor, reports, stopped, ring.slots)
-            with self._watch(f"comparing {at.name} with what was judged before") as progress:
-                self._take_up(at, crew, progress)
+            self._take_up(at, crew)
             with self._watch(f"verifying {at.name}") as progress:
                 crew.work(progress)
 
-    def _take_up(self, at: _Subject, crew: _Crew, progress: Progress) -> None:
-        """Where an interrupted run was, as far as its files are still what they were."""
-        before = dict(at.journal.begin(at.key(crew.render_id()), restart=self._restart))
+    def _take_up(self, at: _Subject, crew: _Crew) -> None:
+        """Go on where an interrupted run was, as far as its files are still what they were."""
+        with self._watch(f"starting workers for {at.name}"):
+            key = at.key(crew.render_id())
+        if not (before := dict(at.journal.begin(key, restart=self._restart))):
+            return
+        with self._watch(f"comparing what was judged of {at.name}") as progress:
+            self._compare(at, before, crew, progress)
+        log.info(
+            "stream %s: goes on where an interrupted run was, after %d of %d samples",
+            at.name,
+            at.tally.judged,
+            at.tally.samples,
+        )
+
+    def _compare(self, at: _Subject, before: dict[int, Found], crew: _Crew, progress: Progress) -> None:
         pool = ThreadPoolExecutor(_STAT_THREADS, "headrace-verify")  # on a network disk each answer is a round trip
         try:
             held = pool.map(at.holds, before, before.values())
@@ -232,13 +244,6 @@ class Verification:
                 progress(done * at.tally.chunk, len(before) * at.tally.chunk)
         finally:
             pool.shutdown(cancel_futures=True)
-        if before:
-            log.info(
-                "stream %s: goes on where an interrupted run was, after %d of %d samples",
-                at.name,
-                at.tally.judged,
-                at.tally.samples,
-            )
 
     def findings(self) -> Iterator[Finding]:
         """What was found, by stream and line of the listing: a value for each of `COLUMNS`."""
@@ -301,6 +306,7 @@ class _Crew:
     def work(self, progress: Progress) -> None:
         """Until all is judged."""
         tally = self._at.tally
+        self._had_workers = time.monotonic()
         while tally.judged < tally.samples:
             while self._free and (task := tally.take()) is not None:
                 chunk, only = task

@@ -7,13 +7,14 @@ import fcntl
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.server.journal import Journal, Taken
 from headrace.server.tally import Found
 
-KEY = {"data": "abc", "chunk": 2, "render_id": "fake/1"}
+KEY: dict[str, Any] = {"data": "abc", "chunk": 2, "render_id": "fake/1"}
 JUDGED: dict[int, Found] = {3: [], 0: [(1, "probe", 'a "reason", ümläut\n')], 1: [(0, "read", "x"), (1, "worker", "y")]}
 
 
@@ -22,7 +23,7 @@ def file(home: Path) -> Path:
     return home / "a.verify-1"
 
 
-def begun(file: Path, key: dict[str, object] = KEY, **options: bool) -> dict[int, Found]:  # type: ignore[assignment]
+def begun(file: Path, key: dict[str, Any] = KEY, **options: bool) -> dict[int, Found]:
     with Journal.open(file, "stream s") as journal:
         return dict(journal.begin(key, **options))
 
