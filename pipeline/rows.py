@@ -186,9 +186,6 @@ class JsonRows:
         self._label: str | list[str] = _LABEL if label is None else label
         #: Whether lines have a label; None: the first line will tell.
         self._labelled = None if label is None and dataset.labels == "auto" else True
-        self._decode = json.JSONDecoder(
-            object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_constant
-        ).decode
 
     def __iter__(self) -> Iterator[Row]:
         for line, text in enumerate(self._lines, start=1):
@@ -206,7 +203,7 @@ class JsonRows:
                 yield row
 
     def _row(self, line: int, text: str) -> Row:
-        row = self._decode(text)
+        row = decode_json(text)
         if not isinstance(row, dict):
             raise ValueError(f'is {show(row)}, and not an object such as {{"path": "a.jpg", "label": 3}}')
         path = _pop(row, self._path)
@@ -264,6 +261,19 @@ def _float(text: str) -> float:
 
 def _constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is no JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_int, parse_float=_float, parse_constant=_constant)
+
+
+def decode_json(text: str) -> Any:
+    """What the text says, if it says one thing only: no key twice, no NaN, no number beyond 64 bits.
+
+    Raises:
+        ValueError: it is none; a `json.JSONDecodeError` where it breaks off.
+        RecursionError: it is nested too deeply.
+    """
+    return _DECODER.decode(text)
 
 
 def form_of(name: bytes, head: bytes, bad: BadLines) -> type[CsvRows] | type[JsonRows]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import re
 import stat
@@ -24,9 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,6 +37,7 @@ from headrace.pipeline.labels import LabelColumn, Texts
 from headrace.pipeline.probe import BadPicture
 from headrace.pipeline.problems import show
 from headrace.pipeline.reading import changed, compare, open_indexed
+from headrace.pipeline.rows import decode_json
 from headrace.pipeline.spec import Dataset, Decode
 from headrace.pipeline.tar import Tar, TarError, pread
 
@@ -229,7 +229,7 @@ class _Problems:
 
 
 #: What stands beside a picture: the contents of `.cls`, `.json` and `.txt`, None where there is none.
-_Targets = tuple[str | None, bytes | None, str | None]
+_Targets = tuple[str | None, str | None, str | None]
 
 
 @dataclass(slots=True)
@@ -316,7 +316,7 @@ class _Grouping:
         # of the sample that is being put together:
         self._members: dict[bytes, bytes] = {}  # ending → name
         self._pictures: list[tuple[bytes, int, int]] = []
-        self._targets: list[Any] = [None, None, None]
+        self._targets: list[str | None] = [None, None, None]
 
     def run(self, tar: Tar) -> None:
         keys: set[bytes] = set()
@@ -361,7 +361,7 @@ class _Grouping:
         else:
             data = tar.read(offset, size)
             try:
-                self._targets[_TARGETS[ending]] = data if ending == b"json" else str(data, "utf-8")
+                self._targets[_TARGETS[ending]] = str(data, "utf-8-sig")
             except UnicodeDecodeError as error:
                 self._problem(name, f"is no UTF-8, at its byte {error.start}")
 
@@ -373,8 +373,8 @@ class _Grouping:
             name, offset, size = self._pictures[0]
             self._shard.names.append(name)
             self._shard.places.extend((offset, size))
-            cls, json, txt = self._targets
-            self._shard.targets.append((cls, json, txt))
+            cls, text, txt = self._targets
+            self._shard.targets.append((cls, text, txt))
             if len(self._shard.names) % _COUNTED == 0:
                 self._count(_COUNTED)
         else:
@@ -568,13 +568,18 @@ def _values(targets: _Targets) -> tuple[str | None, object, str | None]:
     Raises:
         ValueError: it is none.
     """
-    cls, json, txt = targets
-    if json is None:
+    cls, text, txt = targets
+    if text is None:
         return targets
     try:
-        return cls, msgspec.json.decode(json), txt
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"its .json is no JSON: {error}") from None
+        return cls, decode_json(text), txt
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise ValueError(f"its .json is no JSON: {error.msg.lower()} at {where}") from None
+    except RecursionError:
+        raise ValueError("its .json is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"its .json: {error}") from None
 
 
 # -- the listing --------------------------------------------------------------------------------------------
