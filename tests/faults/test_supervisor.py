@@ -265,6 +265,18 @@ def test_workers_that_cannot_start_are_given_up_with_a_reason(
     assert "before they are ready" in at.of(Failed)[0].text  # type: ignore[union-attr]
 
 
+def test_a_job_may_want_single_rows_of_a_chunk(plant: Callable[..., Plant], many: Callable[[int], Path]) -> None:
+    at = plant(many(8))
+    at.ready(1)
+    before = at.ring.views[1].images.copy()
+    at.supervisor.submit(Job(0, 0, 1, 1, CHUNK, only=(2,)))
+    at.until(lambda: at.of(Finished))
+    view, want = at.ring.views[1], at.scratch.views[0]
+    at.truth.render(0, 1, want)
+    np.testing.assert_array_equal(view.images[2], want.images[2])
+    np.testing.assert_array_equal(view.images[[0, 1, 3]], before[[0, 1, 3]])
+
+
 def test_stopping_ends_even_workers_that_are_stopped_or_busy(
     plant: Callable[..., Plant], many: Callable[[int], Path]
 ) -> None:

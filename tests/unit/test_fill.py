@@ -97,3 +97,13 @@ def test_no_row_is_lost_or_done_twice_and_a_good_row_needs_two_deaths_alone(data
             alone[begun] = 0
     if fill.done:
         assert sorted(answered) == list(range(rows))
+
+
+def test_only_the_rows_that_are_wanted_are_given() -> None:
+    fill = Fill((5, 2))
+    assert fill.part() == (2, 5)
+    assert fill.died((2, 5), [5, 7]) is None
+    assert fill.part() == (2,)
+    fill.rendered((2,), [])
+    fill.rendered(fill.part(), [])
+    assert fill.done
