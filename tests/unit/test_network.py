@@ -1,0 +1,365 @@
+"""The ROUTER for tcp: rows leave without a copy, leases last until they have, nobody's silence holds anything up."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from remote import BareClient
+
+from headrace import protocol
+from headrace.errors import ConfigError
+from headrace.protocol import Alive, Ping, Rows
+from headrace.server.network import TIMINGS, Lane, Network
+from headrace.workers.loop import Loop
+
+TIMEOUT = 20.0
+ROWS = Rows(request=1, first=0, count=1, split=1, render_id="fake", window=1, rejects=[])
+PING = protocol.encode(Ping())
+BIG = 32 << 20  # more than the kernel takes on its way
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collector() -> Iterator[None]:
+    """The thread in which pyzmq learns what has left: one for the process, started by the first frame."""
+    from zmq.utils.garbage import gc
+
+    zmq.Frame(bytes(1 << 17), track=True)
+    yield
+    gc.stop()
+
+
+class Hub:
+    """A network in this process, its loop turned by hand."""
+
+    def __init__(self, *, most: int = 100, **timings: float) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.loop = Loop()
+        self.heard: list[tuple[bytes, bytes]] = []
+        self.network = Network(
+            self.context,
+            self.loop,
+            lambda network, identity, frame: self.heard.append((identity, frame.bytes)),
+            public=True,
+            crowded=lambda: self.network.connections > most,
+            timings=replace(TIMINGS, **timings),
+        )
+        self.endpoint = self.network.bind("tcp://127.0.0.1:*")
+
+    def until(self, done: Callable[[], Any], timeout: float = TIMEOUT) -> None:
+        """Turn the loop."""
+        deadline = time.monotonic() + timeout
+        while not done():
+            assert time.monotonic() < deadline, f"not within {timeout} s"
+            self.loop.run_once(0.01)
+            self.network.sweep()
+
+    def turn(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() > end)
+
+    def lane(self, peer: zmq.Socket[bytes] | BareClient) -> Lane:
+        """The connection of a peer, which says something first."""
+        before = len(self.heard)
+        if isinstance(peer, BareClient):
+            peer.say(Ping())
+        else:
+            peer.send(PING)
+        self.until(lambda: len(self.heard) > before)
+        return Lane(self.heard[-1][0])
+
+    def close(self) -> None:
+        self.network.close()
+        self.context.term()
+
+
+@pytest.fixture
+def hubs() -> Iterator[Callable[..., Hub]]:
+    made: list[Hub] = []
+
+    def make(**options: Any) -> Hub:
+        made.append(Hub(**options))
+        return made[-1]
+
+    yield make
+    for hub in made:
+        hub.close()
+
+
+@pytest.fixture
+def peers() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = []
+
+    def make(endpoint: str, **options: Any) -> zmq.Socket[bytes]:
+        peer = context.socket(zmq.DEALER)
+        made.append(peer)
+        for name, value in {"linger": 0, "reconnect_ivl": -1, **options}.items():
+            setattr(peer, name, value)
+        peer.connect(endpoint)
+        return peer
+
+    yield make
+    for peer in made:
+        peer.close(0)
+    context.term()
+
+
+@pytest.fixture
+def bare() -> Iterator[Callable[..., BareClient]]:
+    made: list[BareClient] = []
+
+    def make(endpoint: str, **options: Any) -> BareClient:
+        made.append(BareClient(endpoint, **options))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+def fields(*sizes: int) -> list[memoryview]:
+    rng = np.random.default_rng(sum(sizes))
+    return [rng.integers(0, 256, size, np.uint8).data for size in sizes]
+
+
+# -- rows -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(5,), (0, 3), (1 << 20, 64, 0), (3 << 20, 2 << 20, 70_000, 10)])
+def test_rows_arrive_as_they_are_and_are_done_once_they_have_left(
+    hubs: Callable[..., Hub], peers: Callable[..., zmq.Socket[bytes]], sizes: tuple[int, ...]
+) -> None:
+    hub = hubs()
+    peer = peers(hub.endpoint)
+    lane, sent, done = hub.lane(peer), fields(*sizes), []
+    assert hub.network.ship(lane, ROWS, sent, lambda: done.append(1))
+    hub.until(lambda: done)
+    head, *frames = peer.recv_multipart()
+    assert protocol.decode_remote_reply(head) == ROWS
+    assert frames == [bytes(field) for field in sent]
+
+
+def test_rows_that_a_peer_does_not_take_are_not_done_and_those_of_others_are(
+    hubs: Callable[..., Hub], peers: Callable[..., zmq.Socket[bytes]], bare: Callable[..., BareClient]
+) -> None:
+    hub = hubs()
+    stuck, peer = hub.lane(bare(hub.endpoint)), peers(hub.endpoint)
+    lane, done = hub.lane(peer), []
+    for _ in range(3):
+        assert hub.network.ship(stuck, ROWS, fields(BIG), lambda: done.append("stuck"))
+    for _ in range(20):
+        assert hub.network.ship(lane, ROWS, fields(1 << 20), lambda: done.append("other"))
+    hub.until(lambda: len(done) == 20)
+    hub.turn(0.3)
+    assert done == ["other"] * 20
+
+
+def test_rows_are_done_when_their_peer_is_gone(hubs: Callable[..., Hub], bare: Callable[..., BareClient]) -> None:
+    hub = hubs()
+    client = bare(hub.endpoint)
+    lane, done = hub.lane(client), []
+    for number in range(3):
+        hub.network.ship(lane, ROWS, fields(BIG), lambda number=number: done.append(number))
+    hub.turn(0.2)
+    assert not done
+    client.close()
+    hub.until(lambda: hub.network.gone(lane.identity))
+    hub.until(lambda: len(done) == 3)
+    assert done == [0, 1, 2]
+    assert not hub.network.ship(lane, ROWS, fields(BIG), lambda: done.append(3))
+    assert done[3:] == [3]  # nothing was sent, so nothing is read any more
+
+
+def test_the_memory_of_rows_may_change_once_they_are_done_and_only_then_does_it_go(
+    hubs: Callable[..., Hub], peers: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    """Refilled as soon as they are done, many times over, while the reader is slow: every payload is whole."""
+    hub = hubs()
+    peer = peers(hub.endpoint, rcvhwm=2)
+    lane = hub.lane(peer)
+    slots = [np.zeros(4 << 20, np.uint8) for _ in range(3)]
+    free, filled, read = list(range(3)), 0, 0
+    while read < 40:
+        hub.loop.run_once(0.001)
+        hub.network.sweep()
+        while free and filled < 40:
+            slot = free.pop()
+            slots[slot][:] = filled
+            filled += 1
+            assert hub.network.ship(lane, ROWS, [slots[slot].data], lambda slot=slot: free.append(slot))
+        if peer.poll(0):
+            levels = np.frombuffer(peer.recv_multipart()[1], np.uint8)
+            assert (levels == read).all()
+            read += 1
+            time.sleep(0.005)
+
+
+def test_a_network_with_rows_that_have_not_left_closes_at_once_and_lets_go_of_them(
+    bare: Callable[..., BareClient],
+) -> None:
+    hub = Hub()
+    lane = hub.lane(bare(hub.endpoint))
+    memory = np.ones(BIG, np.uint8)
+    for _ in range(4):
+        hub.network.ship(lane, ROWS, [memory.data], lambda: None)
+    begin = time.monotonic()
+    hub.close()
+    assert time.monotonic() - begin < 5
+    deadline = time.monotonic() + TIMEOUT
+    while lane.shipments and not all(shipment.left for shipment in lane.shipments):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_network_looks_less_and_less_often_after_rows_that_do_not_leave(
+    hubs: Callable[..., Hub], bare: Callable[..., BareClient]
+) -> None:
+    hub = hubs()
+    lane = hub.lane(bare(hub.endpoint))
+    assert hub.network.patience == 1.0
+    hub.network.ship(lane, ROWS, fields(BIG), lambda: None)
+    waits = []
+    end = time.monotonic() + 2.5
+    while time.monotonic() < end:
+        waits.append(hub.network.patience)
+        hub.loop.run_once(hub.network.patience)
+        hub.network.sweep()
+    assert waits[0] < 0.01 and waits[-1] == 1.0 and len(waits) < 60
+
+
+# -- who is there -----------------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_takes_nothing_is_gone_after_a_while(
+    hubs: Callable[..., Hub], bare: Callable[..., BareClient]
+) -> None:
+    hub = hubs(stuck=1.0)
+    lane, done = hub.lane(bare(hub.endpoint)), []
+    for _ in range(3):
+        hub.network.ship(lane, ROWS, fields(BIG), lambda: done.append(1))
+    hub.until(lambda: hub.network.gone(lane.identity))
+    hub.until(lambda: len(done) == 3)
+
+
+def test_a_peer_that_answers_no_heartbeat_is_gone_after_a_while(
+    hubs: Callable[..., Hub], bare: Callable[..., BareClient], peers: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    hub = hubs(heartbeat=0.2, silence=0.8)
+    silent, busy = hub.lane(bare(hub.endpoint)), hub.lane(peers(hub.endpoint))
+    hub.until(lambda: hub.network.gone(silent.identity))
+    hub.turn(1.0)
+    assert not hub.network.gone(busy.identity)  # its thread answers, though its program does nothing
+
+
+def test_who_is_muted_is_not_heard_and_forgotten_when_gone(
+    hubs: Callable[..., Hub], bare: Callable[..., BareClient]
+) -> None:
+    hub = hubs()
+    client = bare(hub.endpoint)
+    lane = hub.lane(client)
+    hub.network.mute(lane.identity)
+    client.say(Ping())
+    hub.turn(0.3)
+    assert len(hub.heard) == 1
+    hub.network.forget_the_gone()
+    client.say(Ping())
+    hub.turn(0.2)
+    assert len(hub.heard) == 1
+    client.close()
+    hub.until(lambda: hub.network.gone(lane.identity))
+    hub.network.forget_the_gone()
+    assert not hub.network._muted
+
+
+def test_a_peer_with_an_identity_of_its_own_choice_or_more_than_one_frame_is_not_heard(
+    hubs: Callable[..., Hub], peers: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    hub = hubs()
+    chosen = peers(hub.endpoint, routing_id=b"somebody")
+    chosen.send(PING)
+    peer = peers(hub.endpoint)
+    peer.send_multipart([PING, PING])
+    hub.until(lambda: hub.network.nonsense == 2)
+    assert not hub.heard
+
+
+def test_connections_beyond_the_most_are_cut_off_and_the_others_go_on(
+    hubs: Callable[..., Hub], peers: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    hub = hubs(most=3)
+    peer = peers(hub.endpoint)
+    lane = hub.lane(peer)
+    port = int(hub.endpoint.rpartition(":")[2])
+    crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(10)]
+    hub.until(lambda: hub.network.connections == 3)
+    ended = 0
+    for connection in crowd:
+        connection.settimeout(0.5)
+        try:
+            while connection.recv(1000):
+                pass
+            ended += 1
+        except TimeoutError:
+            pass
+    assert ended == 8
+    hub.network.send(lane.identity, Alive())
+    assert peer.poll(5000)
+    for connection in crowd:
+        connection.close()
+    hub.until(lambda: hub.network.connections == 1)
+    hub.lane(peers(hub.endpoint))
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+        bytes(np.random.default_rng(1).integers(0, 256, 5000, np.uint8)),
+        b"\xff" + bytes(8) + b"\x7f\x09\x09" + b"NULL".ljust(52, b"\0") + b"\x04\x05\x05WRONG",
+        b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(52, b"\0"),
+        b"\x01\x00" + b"\x7f" * 300,
+    ],
+    ids=["HTTP", "random", "a version to come", "another mechanism", "an old version"],
+)
+def test_what_is_no_peer_disturbs_nobody(
+    hubs: Callable[..., Hub], peers: Callable[..., zmq.Socket[bytes]], junk: bytes
+) -> None:
+    hub = hubs()
+    port = int(hub.endpoint.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(junk)
+        hub.turn(0.3)
+        hub.lane(peers(hub.endpoint))
+    assert len(hub.heard) == 1
+    hub.until(lambda: hub.network.connections == 1)
+
+
+# -- where it listens -------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_is_taken_is_named(hubs: Callable[..., Hub]) -> None:
+    hub, other = hubs(), hubs()
+    with pytest.raises(ConfigError, match=f"listen: {hub.endpoint}: another program, or another daemon"):
+        other.network.bind(hub.endpoint)
+
+
+def test_an_address_of_another_machine_is_named(hubs: Callable[..., Hub]) -> None:
+    with pytest.raises(ConfigError, match=r"listen: tcp://192.0.2.1:5555: this machine has no such address"):
+        hubs().network.bind("tcp://192.0.2.1:5555")
+
+
+def test_one_network_listens_in_several_places(
+    hubs: Callable[..., Hub], peers: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    hub = hubs()
+    places = [hub.endpoint, hub.network.bind("tcp://127.0.0.2:*")]
+    if socket.has_ipv6:
+        places.append(hub.network.bind("tcp://[::1]:*"))
+    assert len({hub.lane(peers(place, ipv6="[" in place)).identity for place in places}) == len(places)
