@@ -261,7 +261,7 @@ class Assembly:
         return list(complete)
 
     def failed(self, want: Want, error: HeadraceError) -> None:
-        """The chunk cannot be had: said by `take` once its first batch is due, and tried again with the next `take`."""
+        """The chunk cannot be had: said by `take` once its first batch is due. The next `take` tries all such again."""
         self._failed[want] = error
 
     def _reject(self, draft: Draft, row: int, bad: RowReject) -> None:
@@ -326,9 +326,9 @@ class Assembly:
             return None
         for want, error in self._failed.items():
             if self.waiting(want):
-                # Asked for at once it would fail again before whoever is told now has mended what is wrong.
-                self._retry.append(want)
-                del self._failed[want]
+                # Asked for at once they would fail again before whoever is told now has mended what is wrong with all.
+                self._retry += self._failed
+                self._failed.clear()
                 raise error
         self._check_rejects(draft)
         if draft.batch is None:

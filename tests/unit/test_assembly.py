@@ -468,6 +468,17 @@ def test_a_chunk_that_failed_is_told_when_its_batch_is_due_and_then_tried_again(
     assert [plain_rows(b) for b in driver.epoch_of()] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
+def test_all_chunks_that_failed_are_tried_again_once_one_of_them_was_told() -> None:
+    driver = Driver(Steps(16, 8, 0, 1, "partial"), chunk=2, window=9)
+    driver.ask()
+    for want in [w for w in driver.outstanding if w.chunk in (1, 2, 5)]:
+        driver.outstanding.remove(want)
+        driver.assembly.failed(want, DatasetError(f"/data/{want.chunk}.jpg: Stale file handle"))
+    with pytest.raises(DatasetError, match=r"[12]\.jpg"):
+        driver.next()
+    assert [plain_rows(b) for b in driver.epoch_of()] == [list(range(8)), list(range(8, 16))]
+
+
 def test_memory_that_cannot_be_had_changes_nothing() -> None:
     driver = Driver(Steps(12, 4, 0, 1, "partial"), chunk=4)
     allocate, driver.assembly._allocate = driver.assembly._allocate, lambda rows: (_ for _ in ()).throw(MemoryError)
