@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import itertools
 import os
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -303,3 +307,154 @@ def unescaped(text: str) -> bytes:
             plain += {"t": b"\t", "n": b"\n", "\\": b"\\"}[text[at + 1]]
             at += 2
     return bytes(plain)
+
+
+# -- labels, texts, containers ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def made(**fields: object) -> Iterator[Index]:
+    """A mapped index of a listing with these fields."""
+    changed = listing()
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    index = Index.in_memory(changed, KEY)
+    assert index.data_fingerprint == changed.fingerprint()
+    yield index
+    index.close()
+
+
+SETS = Labels(np.array([1, 0, 1, 1]), np.array([0, 1, 3, 3, 4]))
+
+
+@pytest.mark.parametrize(
+    ("labels", "form", "filled", "shown_labels"),
+    [
+        (Labels(np.array([3, -1, 1 << 62, 0])), ("int64", 0), [0, 3, -1], ["3", "-1", str(1 << 62), "0"]),
+        (
+            Labels(np.array([0.5, 0.1, -2, 3e38], np.float32)),
+            ("float32", 0),
+            [3e38, 0.5, 0.1],
+            ["0.5", "0.1", "-2.0", "3e+38"],
+        ),
+        (
+            Labels(np.array([[1, 2], [3, 4], [5, 6], [7, 8]])),
+            ("int64", 2),
+            [[7, 8], [1, 2], [3, 4]],
+            ["1,2", "3,4", "5,6", "7,8"],
+        ),
+        (Labels(np.full((4, 1), 0.25, np.float32)), ("float32", 1), [[0.25]] * 3, ["0.25"] * 4),
+        (SETS, ("float32", 2), [[0, 1], [0, 1], [1, 1]], ["1", "0,1", "", "1"]),
+    ],
+)
+def test_labels_of_every_form_are_filled_in_and_shown(
+    labels: Labels, form: tuple[str, int], filled: list[object], shown_labels: list[str]
+) -> None:
+    with made(labels=labels) as index:
+        assert index.label_form() == form and not index.labels_text
+        out = np.full((3, form[1]) if form[1] else 3, 77, form[0])
+        index.fill_labels(np.array([3, 0, 1]), out)
+        np.testing.assert_array_equal(out, np.array(filled, form[0]))
+        assert [index.label_shown(i) for i in range(4)] == shown_labels
+
+
+def test_texts_are_kept_as_they_are_with_room_for_the_worst_chunk() -> None:
+    rows = [msgspec.msgpack.encode([label, None]) for label in ("a\tb\n\\", "é" * 30, "", "x" * 9)]
+    with made(labels=Labels(np.zeros(4, np.int64), None, True), columns=["note"], texts=Paths.of(rows)) as index:
+        assert index.labels_text and index.columns == ["note"] and index.label_form() == ("int64", 0)
+        assert [index.text_row(i) for i in range(4)] == rows
+        assert [index.label_shown(i) for i in range(4)] == ["a\\tb\\n\\\\", "é" * 30, "", "x" * 9]
+        sizes = sorted(map(len, rows), reverse=True)
+        for _ in range(2):
+            assert [index.text_room(chunk) for chunk in (1, 2, 4, 32)] == [sum(sizes[:n]) for n in (1, 2, 4, 4)]
+    with made() as index:
+        assert index.text_row(0) == b"" and index.text_room(32) == 0 and index.columns == []
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 50), st.randoms())
+@settings(max_examples=50, deadline=None)
+def test_no_chunk_in_any_order_needs_more_room_than_there_is(lengths: list[int], chunk: int, random: Random) -> None:
+    flat = np.zeros(len(lengths), np.int64)
+    texts = Paths.of([b"x" * n for n in lengths])
+    plain = Listing(b"/", [], texts, flat, flat, Labels(flat), Paths.of([]), flat[:0], flat[:0], ["c"], texts)
+    with contextlib.closing(Index.in_memory(plain, KEY)) as index:
+        room = index.text_room(chunk)
+        random.shuffle(lengths)
+        assert max(sum(lengths[i : i + chunk]) for i in range(0, len(lengths), chunk)) <= room <= sum(lengths)
+
+
+def test_containers_and_positions_are_kept_and_what_is_watched_has_a_path() -> None:
+    watched = Paths.of([b"x.tar", b"/elsewhere/y.tar"])
+    ones = np.array([1, 1])
+    with made(
+        container=np.array([0, 1, 1, 0]),
+        positions=np.array([512, 0, 1 << 40, 5]),
+        watched=watched,
+        watched_mtimes_ns=ones,
+        watched_sizes=ones,
+    ) as index:
+        assert index.container is not None and index.container.tolist() == [0, 1, 1, 0]
+        assert index.positions is not None and index.positions.tolist() == [512, 0, 1 << 40, 5]
+        assert [index.watched_path(k) for k in range(2)] == [b"/data/x.tar", b"/elsewhere/y.tar"]
+    with made() as index:
+        assert index.container is None and index.positions is None
+
+
+def test_a_watched_file_of_another_size_is_found(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_bytes(b"12345")
+    state = (tmp_path / "list.csv").stat()
+    watched = Paths.of([os.fsencode(tmp_path / "list.csv")])
+    fields = {"watched": watched, "watched_mtimes_ns": np.array([state.st_mtime_ns])}
+    for size, found in ((5, None), (-1, None), (4, os.fsencode(tmp_path / "list.csv"))):
+        with made(**fields, watched_sizes=np.array([size])) as index:
+            assert index.changed() == found
+
+
+def test_samples_that_are_one_file_are_found() -> None:
+    names = [b"a", b"b", b"a", b"a"]
+    with made(paths=Paths.of(names), sizes=np.array([1, 1, 1, 2]), mtimes_ns=np.array([5, 5, 5, 5])) as index:
+        assert [index.repeats(i) for i in range(4)] == [[0, 2], [1], [0, 2], [3]]
+        assert index.find("a", 2, 5) == [3] and index.find("a", 2, 6) == [] and index.find("z", 1, 5) == []
+
+
+def test_every_part_of_labels_and_texts_is_in_the_data_fingerprint() -> None:
+    flat = np.array([0, 1, 0, 1])
+    texts = Paths.of([b"\x91\x01"] * 4)
+    variants: list[dict[str, object]] = [
+        {},
+        {"labels": Labels(flat.astype(np.float32))},
+        {"labels": Labels(flat[:, None])},
+        {"labels": Labels(flat, np.arange(5))},
+        {"labels": Labels(flat, np.array([0, 2, 2, 3, 4]))},
+        {"labels": Labels(flat, None, True)},
+        {"columns": ["a"], "texts": texts},
+        {"columns": ["b"], "texts": texts},
+        {"columns": ["a"], "texts": Paths.of([b"\x91\x02", *[b"\x91\x01"] * 3])},
+        {"labels": Labels(flat, None, True), "texts": texts},
+    ]
+    prints = set()
+    for fields in variants:
+        with made(**fields) as index:
+            prints.add(index.data_fingerprint)
+    assert len(prints) == len(variants) and listing().fingerprint() in prints
+
+
+@given(st.lists(a_path, min_size=1, max_size=8), st.data())
+@settings(max_examples=100, deadline=None)
+def test_kept_and_first_are_what_lists_would_give(paths: list[bytes], data: st.DataObject) -> None:
+    keep = data.draw(st.lists(st.booleans(), min_size=len(paths), max_size=len(paths)))
+    sets = data.draw(st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=len(paths), max_size=len(paths)))
+    offsets = np.concatenate([[0], np.cumsum([len(s) for s in sets])]).astype(np.int64)
+    labels = Labels(np.array([v for s in sets for v in s], np.int64), offsets)
+    mask, count = np.array(keep), data.draw(st.integers(0, 9))
+
+    def plain(some: Labels) -> list[list[int]]:
+        assert some.offsets is not None
+        return [some.values[a:b].tolist() for a, b in itertools.pairwise(some.offsets.tolist())]
+
+    kept = Paths.of(paths).kept(mask)
+    few = Paths.of([path for path, k in zip(paths, keep, strict=True) if k])
+    assert (kept.blob, kept.offsets.tolist()) == (few.blob, few.offsets.tolist())
+    assert plain(labels.kept(mask)) == [s for s, k in zip(sets, keep, strict=True) if k]
+    assert plain(labels.first(count)) == sets[:count] and plain(labels.first(None)) == sets
+    assert Labels(np.arange(len(paths))).kept(mask).values.tolist() == np.flatnonzero(mask).tolist()
