@@ -412,6 +412,16 @@ class Index:
         for row, i in enumerate(indices.tolist()):
             out[row, self._classes_of(i)] = 1
 
+    def labels_shown(self) -> str:
+        """What the labels are, for people: `3 classes`, `3 classes, several a sample`, `float32 labels`, …"""
+        if self.labels_text:
+            return "texts as labels"
+        if self.classes:
+            several = ", several a sample" if self._label_offsets is not None else ""
+            return f"{len(self.classes)} classes{several}"
+        dtype, width = self.label_form()
+        return f"{dtype} labels" + (f" of {width} numbers" if width else "")
+
     def label_shown(self, i: int) -> str:
         r"""The label of sample i on one line, as `headrace ls` prints it: its number; commas between those of a vector,
         or of several classes; a text with `\t`, `\n`, `\\` in it."""

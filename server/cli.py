@@ -158,8 +158,9 @@ def check(
         slots = ring_size.slots(name, loaded.memory, need, left, left)
         prints = stream.fingerprints(index.data_fingerprint)
         _out(
-            f"stream {name}: {len(index)} samples, {len(index.classes)} classes, {chunks} chunks of {stream.chunk}; "
+            f"stream {name}: {len(index)} samples, {index.labels_shown()}, {chunks} chunks of {stream.chunk}; "
             f"pictures {layout.height}x{layout.width}",
+            *([f"  further columns: {', '.join(index.columns)}"] if index.columns else []),
             f"  memory: {slots} chunks, {slots * layout.stride >> 20} MiB",
             f"  fingerprints: data {prints.data[:12]}, order {prints.order[:12]}, pixels {prints.pixels[:12]}",
             *(f"  {notice}" for notice in index.notices),

@@ -328,30 +328,49 @@ SETS = Labels(np.array([1, 0, 1, 1]), np.array([0, 1, 3, 3, 4]))
 
 
 @pytest.mark.parametrize(
-    ("labels", "form", "filled", "shown_labels"),
+    ("labels", "classes", "form", "filled", "shown_labels", "said"),
     [
-        (Labels(np.array([3, -1, 1 << 62, 0])), ("int64", 0), [0, 3, -1], ["3", "-1", str(1 << 62), "0"]),
+        (
+            Labels(np.array([3, -1, 1 << 62, 0])),
+            0,
+            ("int64", 0),
+            [0, 3, -1],
+            ["3", "-1", str(1 << 62), "0"],
+            "int64 labels",
+        ),
         (
             Labels(np.array([0.5, 0.1, -2, 3e38], np.float32)),
+            0,
             ("float32", 0),
             [3e38, 0.5, 0.1],
             ["0.5", "0.1", "-2.0", "3e+38"],
+            "float32 labels",
         ),
         (
             Labels(np.array([[1, 2], [3, 4], [5, 6], [7, 8]])),
+            0,
             ("int64", 2),
             [[7, 8], [1, 2], [3, 4]],
             ["1,2", "3,4", "5,6", "7,8"],
+            "int64 labels of 2 numbers",
         ),
-        (Labels(np.full((4, 1), 0.25, np.float32)), ("float32", 1), [[0.25]] * 3, ["0.25"] * 4),
-        (SETS, ("float32", 2), [[0, 1], [0, 1], [1, 1]], ["1", "0,1", "", "1"]),
+        (
+            Labels(np.full((4, 1), 0.25, np.float32)),
+            0,
+            ("float32", 1),
+            [[0.25]] * 3,
+            ["0.25"] * 4,
+            "float32 labels of 1 numbers",
+        ),
+        (SETS, 2, ("float32", 2), [[0, 1], [0, 1], [1, 1]], ["1", "0,1", "", "1"], "2 classes, several a sample"),
+        (Labels(np.array([0, 1, 1, 0])), 2, ("int64", 0), [0, 0, 1], ["0", "1", "1", "0"], "2 classes"),
     ],
 )
 def test_labels_of_every_form_are_filled_in_and_shown(
-    labels: Labels, form: tuple[str, int], filled: list[object], shown_labels: list[str]
+    labels: Labels, classes: int, form: tuple[str, int], filled: list[object], shown_labels: list[str], said: str
 ) -> None:
-    with made(labels=labels) as index:
-        assert index.label_form() == form and not index.labels_text
+    with made(labels=labels, classes=["a", "b"][:classes]) as index:
+        assert index.label_form() == form and not index.labels_text and index.labels_shown() == said
         out = np.full((3, form[1]) if form[1] else 3, 77, form[0])
         index.fill_labels(np.array([3, 0, 1]), out)
         np.testing.assert_array_equal(out, np.array(filled, form[0]))
@@ -361,7 +380,8 @@ def test_labels_of_every_form_are_filled_in_and_shown(
 def test_texts_are_kept_as_they_are_with_room_for_the_worst_chunk() -> None:
     rows = [msgspec.msgpack.encode([label, None]) for label in ("a\tb\n\\", "é" * 30, "", "x" * 9)]
     with made(labels=Labels(np.zeros(4, np.int64), None, True), columns=["note"], texts=Paths.of(rows)) as index:
-        assert index.labels_text and index.columns == ["note"] and index.label_form() == ("int64", 0)
+        assert index.labels_text and index.labels_shown() == "texts as labels" and index.columns == ["note"]
+        assert index.label_form() == ("int64", 0)
         assert [index.text_row(i) for i in range(4)] == rows
         assert [index.label_shown(i) for i in range(4)] == ["a\\tb\\n\\\\", "é" * 30, "", "x" * 9]
         sizes = sorted(map(len, rows), reverse=True)
