@@ -238,7 +238,7 @@ def verify(
     loaded = Config.load(config)
     names = list(loaded.streams) if stream is None else [loaded.stream(stream)[0]]
     with Verification(loaded, names, _progress, restart=restart) as run:
-        target = None if output is None else Target(output, run.roots)
+        target = None if output is None else Target(output, run.data)
         try:
             run.run()
         except Interrupted as interrupted:
@@ -288,7 +288,9 @@ def bench(
 @app.command()
 def demo(
     data: Annotated[Path | None, typer.Option("--data", help="a folder of class folders with pictures")] = None,
-    address: Annotated[str | None, typer.Option("--from", metavar="ADDRESS", help="a daemon that serves already")] = None,
+    address: Annotated[
+        str | None, typer.Option("--from", metavar="ADDRESS", help="a daemon that serves already")
+    ] = None,
     transport: Annotated[str, typer.Option(help="auto, shm or tcp; with --from")] = "auto",
 ) -> None:
     """Serve real photos through a daemon, train a small network on them, print speed, waiting and loss."""

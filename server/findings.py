@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.pipeline.index import shown
 
 COLUMNS = ("stream", "index", "path", "stage", "reason")
 
@@ -31,20 +30,20 @@ class Target:
     """The file that the list is to be in: replaced at once, or not at all.
 
     Args:
-        roots: of data sets, which are never written to.
+        data: folders and files that are never written to, without links.
 
     Raises:
         ConfigError: it cannot be written, or is something else than such a list.
     """
 
-    def __init__(self, file: Path, roots: Iterable[bytes]) -> None:
+    def __init__(self, file: Path, data: Iterable[Path]) -> None:
         self._file = Path(os.path.realpath(file))
         folder = self._file.parent
         if not os.access(folder, os.W_OK | os.X_OK):
             raise ConfigError(f"{file}: {folder} is no folder that may be written to")
-        for root in roots:
-            if os.path.join(os.fsencode(folder), b"").startswith(os.path.join(root, b"")):
-                raise ConfigError(f"{file}: it would lie in the data set {shown(root)}, which is never written to")
+        for place in data:
+            if self._file.is_relative_to(place):
+                raise ConfigError(f"{file}: it belongs to the data set {place}, which is never written to")
         if self._file.exists() and not self._is_list():
             raise ConfigError(f"{file}: it exists and is no list of `headrace verify`, so it is not replaced")
 

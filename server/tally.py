@@ -75,6 +75,14 @@ class Tally:
         self._alone += ((chunk, (row,)) for row in rows)
         return None
 
+    def overrule(self, index: int, stage: str, reason: str) -> None:
+        """Reject a sample that is judged, whatever was found."""
+        chunk, row = divmod(index, self.chunk)
+        before = self._found.get(chunk, [])
+        self.stages.subtract(old for at, old, _ in before if at == row)
+        self.stages[stage] += 1
+        self._found[chunk] = sorted([*(one for one in before if one[0] != row), (row, stage, reason)])
+
     def found(self) -> Iterator[tuple[int, str, str]]:
         """(index, stage, reason) in the order of the listing."""
         for chunk in sorted(self._found):

@@ -119,6 +119,13 @@ class _Subject:
             return False
         return all(_unchanged(self.index, i) for i in range(first, first + rows))
 
+    def convict(self) -> None:
+        """Take up what was convicted after it was judged: by a daemon, or when another stream was verified."""
+        rejected = {index for index, stage, _ in self.tally.found() if stage == _WORKER}
+        for index, reason in Ledger(self.index).convicted.items():
+            if index not in rejected:
+                self.tally.overrule(index, _WORKER, reason)
+
     def sum_up(self) -> None:
         tally = self.tally
         stages = ", ".join(f"{count} {stage}" for stage, count in sorted(tally.stages.items()))
@@ -179,9 +186,10 @@ class Verification:
         return sum(at.tally.stages.total() for at in self._subjects)
 
     @property
-    def roots(self) -> list[bytes]:
-        """Of the data sets."""
-        return [at.index.root for at in self._subjects]
+    def data(self) -> list[Path]:
+        """Folders and files that are never written to. What lies beside a list's files, or beside tars, is no data."""
+        places = [at.spec.dataset.folder or at.spec.dataset.list for at in self._subjects]
+        return [Path(os.path.realpath(place)) for place in places if place is not None]
 
     def run(self) -> None:
         """Judge everything that an interrupted run has not.
@@ -199,6 +207,8 @@ class Verification:
                         self._judge(at, signals, stopped)
                 finally:
                     at.sum_up()
+            for at in self._subjects:
+                at.convict()
         finally:
             signals.restore()
 

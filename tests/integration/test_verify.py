@@ -10,6 +10,7 @@ import pty
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,32 @@ def test_the_list_is_the_same_for_any_number_of_workers_and_has_the_paths_of_ls(
     lines = {int(line.split("\t")[0]): line.split("\t")[2] for line in ls(config)}
     assert all(lines[row[1]] == row[2] for row in rows(text))
     assert [row[1] for row in rows(text)] == sorted(row[1] for row in rows(text))
+
+
+def test_a_list_and_shards_of_the_files_are_judged_line_by_line_as_the_folder_is(mixed: Path, home: Path) -> None:
+    files = [line.split("\t")[2] for line in ls(write(home, {"train": stream(mixed)}))]
+    files = [name for name in files if "\\" not in name]
+    twice = [*files, *reversed(files)]
+    (home / "all.csv").write_text("".join(f"{line}\n" for line in ["path", *twice]))
+    with tarfile.open(home / "all.tar", "w") as tar:
+        for i, name in enumerate(files):
+            tar.add(mixed / name, f"{i:03}.{name.rpartition('.')[2]}")
+    sources: dict[str, Any] = {
+        "folder": {"folder": str(mixed)},
+        "list": {"list": str(home / "all.csv"), "root": str(mixed)},
+        "shards": {"shards": str(home / "all.tar")},
+    }
+    config = write(home, {name: stream(mixed, dataset=at, decode=LIMITS) for name, at in sources.items()})
+    assert "never written to" in verify(config, "-o", home / "all.csv", status=2)[1]
+    assert verify(config, "-o", home / "rejects.csv", status=1)[0] == ""  # beside them is not in them
+    found = {name: [row for row in rows((home / "rejects.csv").read_text()) if row[0] == name] for name in sources}
+    of = {row[2]: (row[3], row[4].removeprefix("a file")) for row in found["folder"] if "\\" not in row[2]}
+    assert len(of) == len(bad_files(b"")) - 1
+    assert [(row[1], row[2]) for row in found["list"]] == [(i, name) for i, name in enumerate(twice) if name in of]
+    assert all((row[3], row[4].removeprefix("a file")) == of[row[2]] for row in found["list"])
+    shards = {files[row[1]]: (row[3], row[4].removeprefix("a member")) for row in found["shards"]}
+    assert shards == of
+    assert all(row[2].startswith("all.tar/") for row in found["shards"])
 
 
 # -- what it prints and leaves ----------------------------------------------------------------------------------

@@ -92,11 +92,12 @@ def test_a_folder_that_does_not_exist_is_named_before_anything_is_done(home: Pat
 def test_nothing_is_written_into_a_data_set(home: Path) -> None:
     (home / "data" / "a").mkdir(parents=True)
     (home / "link").symlink_to(home / "data" / "a")
-    root = os.fsencode(home / "data")
     for folder in (home / "data", home / "data" / "a", home / "link", home / "data" / "a" / ".."):
-        with pytest.raises(ConfigError, match="would lie in the data set .*/data, which is never written to"):
-            Target(folder / "r.csv", [root])
-    Target(home / "data2.csv", [root]).write(["beside it"])
+        with pytest.raises(ConfigError, match="belongs to the data set .*/data, which is never written to"):
+            Target(folder / "r.csv", [home / "data"])
+    with pytest.raises(ConfigError, match="belongs to the data set"):
+        Target(home / "list.csv", [home / "list.csv"])
+    Target(home / "data2.csv", [home / "data"]).write(["beside it"])
 
 
 def test_a_file_that_cannot_be_written_is_said(home: Path) -> None:

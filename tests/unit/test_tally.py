@@ -46,6 +46,16 @@ def test_a_chunk_of_one_row_that_fails_is_not_tried_again() -> None:
     assert list(tally.found()) == [(3, ERROR, "gone")]
 
 
+def test_what_is_overruled_is_found_once_with_the_new_verdict() -> None:
+    tally = Tally(6, 3)
+    tally.settle(0, None, [(1, "decode", "cut"), (2, "probe", "why")])
+    tally.settle(1, None, [])
+    tally.overrule(1, "worker", "kills")
+    tally.overrule(5, "worker", "kills")
+    assert list(tally.found()) == [(1, "worker", "kills"), (2, "probe", "why"), (5, "worker", "kills")]
+    assert +tally.stages == {"probe": 1, "worker": 2}
+
+
 def test_a_data_set_without_samples_is_judged() -> None:
     tally = Tally(0, 32)
     assert tally.take() is None

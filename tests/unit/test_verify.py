@@ -13,7 +13,9 @@ import pytest
 from service import stream
 
 from headrace.errors import ConfigError, HeadraceError
+from headrace.pipeline.dataset import open_index
 from headrace.pipeline.fake import REJECT
+from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.spec import Config
 from headrace.server import cli, ring_size, verify
 from headrace.server.verify import Verification
@@ -105,6 +107,21 @@ def test_progress_grows_to_all_samples_and_says_what_was_found(many: Callable[[i
     assert steps == sorted(steps)
     assert steps[-1] == (100, 100, ", 1 found")
     assert "comparing what was judged of train" not in shown
+
+
+def test_what_a_daemon_convicts_meanwhile_is_listed(many: Callable[[int], Path]) -> None:
+    loaded = config(many(40))
+
+    @contextlib.contextmanager
+    def watch(what: str) -> Iterator[verify.Progress]:
+        yield lambda done, total, note="": None
+        if what == "verifying train":
+            index = open_index(loaded.streams["train"].dataset, loaded.cache_folder)
+            Ledger(index).convict(35, "it was in a hurry")
+            index.close()
+
+    assert run(loaded, watch) == [(35, "worker")]
+    assert run(loaded) == [(35, "worker")]
 
 
 def test_where_there_is_no_terminal_progress_is_a_line_in_the_log_now_and_then(
