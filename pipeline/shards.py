@@ -549,6 +549,8 @@ class _Values:
     def _further(self, values: Sequence[object]) -> dict[str, object]:
         """What is not the label, by column."""
         further: dict[str, object] = {}
+        if self._source != "json" and values.count(None) == len(values) - bool(self._source):
+            return further  # quickly, because nearly always
         for source, value in zip(_SOURCES, values, strict=True):
             if isinstance(value, dict):
                 columns = {key: v for key, v in value.items() if self._source != "json" or key not in self._keys}

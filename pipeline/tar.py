@@ -81,7 +81,10 @@ class Tar:
         path: bytes | None = None
         stored: int | None = None
         while True:
-            header = self._block(at)
+            begin = at - self._start
+            header = self._window[begin : begin + BLOCK]
+            if len(header) < BLOCK:
+                header = self._block(at)
             if header == _ZEROS:
                 break
             if not _is_header(header):
@@ -141,12 +144,11 @@ class Tar:
         return data
 
     def _block(self, at: int) -> bytes:
-        begin = at - self._start
-        if not 0 <= begin <= len(self._window) - BLOCK:
-            # Who jumps far will jump again, and what is between is not to be read.
-            near = begin <= len(self._window) + _NEAR
-            self._window, self._start, begin = pread(self._fd, _WIDE if near else _NARROW, at), at, 0
-        block = self._window[begin : begin + BLOCK]
+        """The block there, which is not in the window."""
+        # Who jumps far will jump again, and what is between is not to be read.
+        near = at - self._start <= len(self._window) + _NEAR
+        self._window, self._start = pread(self._fd, _WIDE if near else _NARROW, at), at
+        block = self._window[:BLOCK]
         if len(block) == BLOCK:
             return block
         if not self._size:

@@ -43,6 +43,10 @@ def root(home: Path) -> Path:
     return made
 
 
+def described(**options: Any) -> Dataset:
+    return Dataset(**options)
+
+
 def put(root: Path, *contents: Members) -> str:
     """Tars `t-0.tar`, `t-1.tar` … with these members; their pattern."""
     for i, members in enumerate(contents):
@@ -51,7 +55,7 @@ def put(root: Path, *contents: Members) -> str:
 
 
 def listed(root: Path, *contents: Members, **options: Any) -> Listing:
-    return list_shards(Dataset(shards=put(root, *contents), **options))
+    return list_shards(described(shards=put(root, *contents), **options))
 
 
 def refusal(root: Path, *contents: Members, **options: Any) -> list[str]:
@@ -123,7 +127,7 @@ def test_a_pattern_for_more_than_a_million_tars_is_an_error(pattern: str) -> Non
 
 def test_tars_follow_in_the_order_given_and_samples_in_that_of_the_tar(root: Path) -> None:
     put(root, {"b.jpg": b"", "a.jpg": b""}, {"c.jpg": b""}, {"a.jpg": b""})
-    dataset = Dataset(shards=[f"{root}/t-{{2..1}}.tar", f"{root}/t-0.tar"])
+    dataset = described(shards=[f"{root}/t-{{2..1}}.tar", f"{root}/t-0.tar"])
     assert paths(list_shards(dataset)) == ["t-2.tar/a.jpg", "t-1.tar/c.jpg", "t-0.tar/b.jpg", "t-0.tar/a.jpg"]
 
 
@@ -131,7 +135,7 @@ def test_paths_are_relative_to_the_folder_that_the_tars_have_in_common(root: Pat
     tars.write(root / "x/a/t.tar", {"k.jpg": b""})
     tars.write(root / "x/b/c/t.tar", {"k.jpg": b""})
     os.symlink(root, root.parent / "link")
-    dataset = Dataset(shards=f"{root.parent}/link/x/{{a,b/c}}/t.tar")
+    dataset = described(shards=f"{root.parent}/link/x/{{a,b/c}}/t.tar")
     assert shards_root(dataset) == list_shards(dataset).root == os.fsencode(root / "x")
     assert paths(list_shards(dataset)) == ["a/t.tar/k.jpg", "b/c/t.tar/k.jpg"]
 
@@ -142,19 +146,19 @@ def test_dots_in_a_path_lead_where_the_system_says(root: Path, home: Path) -> No
     (home / "elsewhere/deep").mkdir()
     os.symlink(home / "elsewhere/deep", root / "link")
     for shards in (f"{root}/link/../t.tar", [f"{root}/link/../t.tar", str(put(root, {"a.jpg": b""}))]):
-        assert paths(list_shards(Dataset(shards=shards)))[0].endswith("t.tar/right.jpg")
-    assert paths(list_shards(Dataset(shards=f"{root}/{{,./}}t.tar".replace("{,./}", "")))) == ["t.tar/wrong.jpg"]
+        assert paths(list_shards(described(shards=shards)))[0].endswith("t.tar/right.jpg")
+    assert paths(list_shards(described(shards=f"{root}/{{,./}}t.tar".replace("{,./}", "")))) == ["t.tar/wrong.jpg"]
     with pytest.raises(DatasetError, match=r"/t.tar: is the same file as t.tar; give it once"):
-        list_shards(Dataset(shards=f"{root}/{{,link/../../data/}}t.tar"))
+        list_shards(described(shards=f"{root}/{{,link/../../data/}}t.tar"))
 
 
 def test_the_same_tar_twice_is_an_error(root: Path) -> None:
     pattern = put(root, {"a.jpg": b""}, {"b.jpg": b""})
     with pytest.raises(DatasetError, match=r"t-1.tar: given twice, the second time by .*t-\{1,0\}.tar"):
-        list_shards(Dataset(shards=[pattern, f"{root}/t-{{1,0}}.tar"]))
+        list_shards(described(shards=[pattern, f"{root}/t-{{1,0}}.tar"]))
     os.symlink("t-0.tar", root / "l.tar")
     with pytest.raises(DatasetError, match=r"l.tar: is the same file as t-0.tar; give it once"):
-        list_shards(Dataset(shards=[pattern, f"{root}/l.tar"]))
+        list_shards(described(shards=[pattern, f"{root}/l.tar"]))
 
 
 def test_shards_bad_input_of_tars_that_are_not_there_or_none_is_named_ten_at_once(root: Path) -> None:
@@ -179,7 +183,7 @@ def test_shards_bad_input_of_tars_that_are_not_there_or_none_is_named_ten_at_onc
 
 def refusal_of(patterns: list[str]) -> list[str]:
     with pytest.raises(DatasetError) as caught:
-        list_shards(Dataset(shards=patterns))
+        list_shards(described(shards=patterns))
     return str(caught.value).splitlines()
 
 
@@ -194,10 +198,10 @@ def test_a_tar_that_may_not_be_read_is_named(root: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "open", opened)
     number = errno.EACCES
     with pytest.raises(DatasetError, match=r"t-0.tar: no permission to read it"):
-        list_shards(Dataset(shards=pattern))
+        list_shards(described(shards=pattern))
     number = errno.EIO
     with pytest.raises(DatasetError, match=r"data/t-0.tar: cannot open this tar: input/output error"):
-        list_shards(Dataset(shards=pattern))
+        list_shards(described(shards=pattern))
 
 
 # -- samples ------------------------------------------------------------------------------------------------
@@ -213,7 +217,7 @@ def rule(name: str) -> tuple[str, str]:
 def plainly(file: Path) -> list[tuple[str, bytes, bytes | None]]:
     """Member name and bytes of each picture, and its .cls, as tarfile and WebDataset's rule say."""
     with tarfile.open(file, errors="surrogateescape") as tar:
-        members = [(m.name, m.isreg() and tar.extractfile(m).read()) for m in tar if m.isreg()]  # type: ignore[union-attr]
+        members = [(m.name, tar.extractfile(m).read()) for m in tar if m.isreg()]  # type: ignore[union-attr]
     samples = []
     for _, group in groupby(members, lambda member: rule(member[0])[0]):
         fields = {rule(name)[1]: (name, data) for name, data in group}
@@ -250,7 +254,7 @@ def test_shards_parity_with_a_plain_reading_of_the_same_tars(root: Path, form: i
             ]
             members += pair if i % 3 else pair[::-1]
         files.append(tars.write(root / f"t-{t}.tar", members, form))
-    dataset = Dataset(shards=f"{root}/t-{{0..2}}.tar")
+    dataset = described(shards=f"{root}/t-{{0..2}}.tar")
     index = open_index(dataset, root.parent / "cache")
     source = open_source(dataset, index, Decode())
     expected = [(file.name, *sample) for file in files for sample in plainly(file)]
@@ -275,7 +279,7 @@ def test_shards_parity_with_the_documented_rule_for_any_keys(keys: list[str], en
         [m for i, key in enumerate(keys) for m in ((f"{key}.{ending}", b"x"), (f"{key}.cls", b"%d" % i))]
     )
     (folder / "t.tar").write_bytes(data)
-    listing = list_shards(Dataset(shards=str(folder / "t.tar")))
+    listing = list_shards(described(shards=str(folder / "t.tar")))
     assert listing.labels.values.tolist() == list(range(len(keys)))
     assert paths(listing) == [shown(f"t.tar/{key}.{ending}".encode()) for key in keys]
 
@@ -349,7 +353,7 @@ def test_folders_and_links_are_left_out_and_counted(root: Path) -> None:
             info.type, info.linkname = kind, "a.jpg"
             tar.addfile(info)
         tar.addfile(tarfile.TarInfo("a.jpg"))
-    listing = list_shards(Dataset(shards=str(root / "t.tar")))
+    listing = list_shards(described(shards=str(root / "t.tar")))
     assert paths(listing) == ["t.tar/a.jpg"] and listing.notices == ["left out: 1 folder, 1 symbolic link"]
 
 
@@ -621,7 +625,7 @@ def test_classes_choose_samples_in_their_order_and_limit_the_first_of_them(root:
 def test_a_pattern_that_is_none_is_a_wrong_configuration() -> None:
     for value in ("", 5, [], [5], ["a\0b"]):
         with pytest.raises(ConfigError):
-            Dataset(shards=value)
+            described(shards=value)
 
 
 # -- progress -----------------------------------------------------------------------------------------------
@@ -643,7 +647,7 @@ def test_progress_is_told_within_a_tar_that_takes_long(root: Path, monkeypatch: 
             told.set()
 
     monkeypatch.setattr(module._Grouping, "_take", take)
-    list_shards(Dataset(shards=pattern), progress)
+    list_shards(described(shards=pattern), progress)
     assert told.is_set() and (512, 0) in seen and seen[-1] == (600, 600)
 
 
@@ -652,7 +656,7 @@ def test_an_interrupted_listing_leaves_no_thread_behind(root: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list_shards(Dataset(shards=put(root, *({"a.jpg": b""},) * 50)), progress)
+        list_shards(described(shards=put(root, *({"a.jpg": b""},) * 50)), progress)
 
 
 # -- the index, and reading ---------------------------------------------------------------------------------
@@ -664,7 +668,7 @@ CONTENTS = [{"a.jpg": b"one", "a.cls": b"0"}, {"b.jpg": b"two two", "b.cls": b"1
 def opened(root: Path, home: Path) -> Iterator[Callable[..., tuple[Index, ShardSource]]]:
     """`opened(max_file_bytes=…)`: index and reader of two tars, closed after the test."""
     made: list[tuple[Index, ShardSource]] = []
-    dataset = Dataset(shards=put(root, *CONTENTS))
+    dataset = described(shards=put(root, *CONTENTS))
 
     def make(**decode: Any) -> tuple[Index, ShardSource]:
         index = open_index(dataset, home / "cache/headrace")
@@ -721,13 +725,18 @@ def test_a_tar_changed_while_it_was_indexed_is_indexed_again(
     opened()
     calls: list[bytes] = []
     real = module._list
-    monkeypatch.setattr(module, "_list", lambda r, name, *rest: calls.append(name) or real(r, name, *rest))  # type: ignore[func-returns-value]
+
+    def counted(tars_root: bytes, name: bytes, *rest: Any) -> Any:
+        calls.append(name)
+        return real(tars_root, name, *rest)
+
+    monkeypatch.setattr(module, "_list", counted)
     opened()
     assert sorted(calls) == [b"t-0.tar", b"t-1.tar"]
 
 
 def test_the_index_of_shards_may_lie_beside_them(root: Path) -> None:
-    index = open_index(Dataset(shards=put(root, *CONTENTS)), root / "cache")
+    index = open_index(described(shards=put(root, *CONTENTS)), root / "cache")
     assert index.file is not None and index.notices == []
     index.close()
 
@@ -834,8 +843,13 @@ def test_an_io_error_passes_and_the_next_try_opens_the_tar_anew(
         with pytest.raises(OSError) as caught:
             source.read(1)
     assert caught.value.errno == number
+
+    def counted(*args: Any, **options: Any) -> int:
+        opens.append(args)
+        return real(*args, **options)
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", lambda *args, **options: opens.append(args) or real(*args, **options))
+        patch.setattr(os, "open", counted)
         assert source.read(1) == b"two two"
     assert len(opens) == 1
 
@@ -844,7 +858,7 @@ def test_a_bounded_number_of_tars_is_kept_open_and_none_after_close(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_OPEN", 3)
-    dataset = Dataset(shards=put(root, *({"a.jpg": b"%d" % i} for i in range(9))))
+    dataset = described(shards=put(root, *({"a.jpg": b"%d" % i} for i in range(9))))
     index = open_index(dataset, root.parent / "cache")
     before = len(os.listdir("/proc/self/fd"))
     source = open_source(dataset, index, Decode())

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tars import packed
 
 from headrace.pipeline import tar as module
 from headrace.pipeline.tar import Tar, TarError
@@ -42,16 +43,6 @@ def refusal(data: bytes) -> str:
     with pytest.raises(TarError) as caught:
         read(data)
     return str(caught.value)
-
-
-def packed(files: dict[str, bytes], form: int = tarfile.PAX_FORMAT) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=form, errors="surrogateescape") as out:
-        for name, data in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            out.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
 
 
 def theirs(data: bytes) -> Members:
@@ -112,9 +103,9 @@ def test_members_are_those_that_tarfile_finds(form: int) -> None:
 @pytest.mark.parametrize("form", ["v7", "oldgnu", "gnu", "ustar", "posix"])
 def test_members_are_those_that_the_tar_program_wrote(home: Path, form: str) -> None:
     long = "n" * (60 if form in ("v7", "ustar") else 200) + ".jpg"
-    for name in ("a/1.jpg", "a/2.cls", f"b/{long}", "b/\udcff.jpg"):
-        (home / name).parent.mkdir(exist_ok=True)
-        (home / name).write_bytes(os.fsencode(name) * 99)
+    for file in ("a/1.jpg", "a/2.cls", f"b/{long}", "b/\udcff.jpg"):
+        (home / file).parent.mkdir(exist_ok=True)
+        (home / file).write_bytes(os.fsencode(file) * 99)
     done = subprocess.run(["tar", "-C", home, "-c", f"--format={form}", "a", "b"], capture_output=True, check=True)
     members, left_out = read(done.stdout)
     assert members == theirs(done.stdout) and len(members) == 4 and left_out == {"folder": 2}
