@@ -2,8 +2,8 @@
 
     PYTHONPATH=… python …      with a `sitecustomize.py` on it that imports this module and calls `install(folder)`
 
-Every file in the folder is an order: opening, or reading from, a path fails with an error number, once or for as long as
-the order stands.
+Every file in the folder is an order: opening, or reading from, a path fails with an error number, once or for as long
+as the order stands.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Orders:
             text = json.dumps({"path": str(path), "call": call, "errno": number, "always": times is None})
             partial = self._folder.parent / "partial"
             partial.write_text(text)
-            partial.rename(self._folder / f"{call}-{number}-{i}")
+            partial.rename(self._folder / f"{call}-{number}-{path.name}-{i}")
 
     def left(self) -> int:
         return len(os.listdir(self._folder))

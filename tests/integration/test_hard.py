@@ -192,11 +192,11 @@ class Scene:
     collection: Collection
     daemon: Daemon
 
-    def epoch(self, source: str, number: int = 0) -> Seen:
+    def epoch(self, source: str, number: int = 0, transport: str = "shm") -> Seen:
         judges = list(self.collection.judges.values())
         seen = Seen({}, {}, {})
         options: dict[str, Any] = {"output": "numpy", "dtype": "uint8", "layout": "NHWC", "max_bad": 1.0}
-        with Loader(self.daemon.address, stream=source, batch_size=8, **options) as loader:
+        with Loader(self.daemon.address, stream=source, batch_size=8, transport=transport, **options) as loader:
             loader.set_epoch(number)
             for batch in loader:
                 for index, label, valid, image in zip(
@@ -279,6 +279,7 @@ def test_other_sources_give_the_same_pictures_labels_and_rejects(scene: Scene, f
             assert re.search(f"/{member}$", seen.rejected[i][0])
 
 
-def test_another_epoch_rejects_the_same(scene: Scene, from_folder: Seen) -> None:
-    again = scene.epoch("folder", 1)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_another_epoch_gives_and_rejects_the_same(scene: Scene, from_folder: Seen, transport: str) -> None:
+    again = scene.epoch("folder", 1, transport)
     assert again.rejected == from_folder.rejected and again.delivered == from_folder.delivered

@@ -223,6 +223,28 @@ def test_an_error_about_a_name_that_is_no_text_reaches_the_trainer(daemon: Daemo
 # -- epochs and ranks -----------------------------------------------------------------------------------------
 
 
+def test_a_state_goes_on_at_the_very_next_batch_with_another_daemon_and_other_workers(
+    daemon: Daemon, data: Path, home: Path
+) -> None:
+    with open_loader(daemon, "photos", batch_size=3) as loader:
+        loader.set_epoch(5)
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = list(batches)
+    with (
+        Daemon(home, {"photos": stream(data / "photos", shuffle=True)}, workers=1, slots=2) as other,
+        open_loader(other, "photos", batch_size=3) as loader,
+    ):
+        loader.load_state_dict(state)
+        again = list(loader)
+    assert len(again) == 4 and pictures(again) == pictures(rest)
+    assert [(b.indices.tolist(), b.labels.tolist()) for b in again] == [
+        (b.indices.tolist(), b.labels.tolist()) for b in rest
+    ]
+
+
 @pytest.mark.parametrize("last_batch", ["drop", "partial", "pad"])
 @pytest.mark.parametrize(("name", "samples"), [("one", 1), ("ten", 10), ("photos", 26)])
 def test_ranks_share_what_they_do_not_divide_without_overlap(
