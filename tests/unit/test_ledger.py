@@ -54,6 +54,18 @@ def test_a_conviction_follows_its_file_when_the_listing_grows(many: Callable[[in
     index.close()
 
 
+def test_a_conviction_holds_for_every_line_that_names_the_file(many: Callable[[int], Path], home: Path) -> None:
+    folder = many(4)
+    names = sorted(str(file) for file in folder.glob("*/*"))
+    (home / "l.csv").write_text("\n".join(["path", *names, *names[:2]]))
+    listed = Dataset(list=home / "l.csv", root=folder)
+    index = open_index(listed, home / "cache")
+    ledger = Ledger(index)
+    ledger.convict(5, "it kills")
+    assert ledger.convicted == Ledger(index).convicted == {1: "it kills", 5: "it kills"}
+    index.close()
+
+
 def test_lines_that_are_none_are_passed_over(
     many: Callable[[int], Path], home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -26,10 +29,18 @@ SIZE = 24
 
 class Bench:
     def __init__(
-        self, folder: Path, cache: Path, *, chunk: int = 5, shuffle: bool = True, transforms: object = None
+        self,
+        folder: Path,
+        cache: Path,
+        *,
+        chunk: int = 5,
+        shuffle: bool = True,
+        transforms: object = None,
+        dataset: dict[str, str] | None = None,
     ) -> None:
         transforms = transforms or [{"random_resized_crop": {"size": SIZE}}, "random_horizontal_flip"]
-        stream = {"dataset": {"folder": str(folder)}, "shuffle": shuffle, "chunk": chunk, "transforms": transforms}
+        source = dataset or {"folder": str(folder)}
+        stream = {"dataset": source, "shuffle": shuffle, "chunk": chunk, "transforms": transforms}
         self.stream = Config.load({"streams": {"s": stream}}).streams["s"]
         self.index: Index = open_index(self.stream.dataset, cache)
         self.backend = make("pillow")
@@ -97,6 +108,54 @@ def test_an_epoch_shows_each_sample_once_with_its_label(bench: Callable[..., Ben
         rows = at.renderer.rows(chunk)
         seen |= dict(zip(view.indices[:rows].tolist(), view.labels[:rows].tolist(), strict=True))
     assert seen == dict(enumerate(at.index.labels.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "label", "shape", "dtype"),
+    [
+        ("auto", lambda i: i * 0.5, (), "float32"),
+        ("auto", lambda i: [i, -i, 7], (3,), "int64"),
+        ("auto", lambda i: [f"c{i % 3}", f"c{i % 4}"][: i % 3], (4,), "float32"),
+        ("text", lambda i: "word " * (i % 7), (), "int64"),
+    ],
+)
+def test_labels_and_texts_of_any_kind_stand_in_the_row_of_their_picture(
+    bench: Callable[..., Bench], photos: Path, home: Path, kind: str, label: Any, shape: tuple[int, ...], dtype: str
+) -> None:
+    files = sorted(photos.glob("*/*"))[:23]
+    rows = [{"path": str(file), "label": label(i), "n": i, "note": "x" * (i * 3)} for i, file in enumerate(files)]
+    (home / "l.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    at = bench(photos, dataset={"list": str(home / "l.jsonl"), "root": str(photos), "labels": kind})
+    view, seen = at.ring.views[0], []
+    for chunk in reversed(range(at.renderer.chunks)):
+        count = at.renderer.rows(chunk)
+        view.ends[:], view.text[:] = -1, 0xC1  # what is left of another chunk
+        at.renderer.render(2, chunk, view, (0,))
+        assert view.labels.shape == (5, *shape) and view.labels.dtype == dtype
+        ends = [0, *view.ends.tolist()]
+        assert set(ends[count:]) == {ends[count]}
+        for row, index in enumerate(view.indices[:count].tolist()):
+            texts = [label(index)] if kind == "text" else []
+            values = msgspec.msgpack.decode(view.text[ends[row] : ends[row + 1]].tobytes())
+            assert values == [*texts, index, "x" * (index * 3)]
+            assert view.labels[row].tolist() == (0 if kind == "text" else numbers(label(index)))
+            seen.append(index)
+    assert sorted(seen) == list(range(23))
+
+
+def numbers(label: Any) -> Any:
+    """As they are delivered: several of four classes as ones."""
+    if isinstance(label, list) and not (label and isinstance(label[0], int)):
+        return [float(f"c{k}" in label) for k in range(4)]
+    return label
+
+
+def test_without_texts_all_of_them_end_at_nothing(bench: Callable[..., Bench], photos: Path) -> None:
+    at = bench(photos)
+    view = at.ring.views[0]
+    view.ends[:] = 7
+    at.renderer.render(0, 0, view, (0,))
+    assert not view.ends.any() and not view.text.size
 
 
 def test_a_bad_picture_is_black_named_and_alone(bench: Callable[..., Bench], many: Callable[[int], Path]) -> None:
@@ -167,6 +226,37 @@ def test_a_read_that_fails_is_tried_again(bench: Callable[..., Bench], photos: P
     source = Flaky(at.renderer._source.read, 2, lambda: OSError(number, os.strerror(number)))
     at.renderer = ChunkRenderer(at.stream, at.index, at.backend, source)
     assert at.pixels(0, 0) == want and source.reads == 7
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("call", ["open", "read", "fstat"])
+def test_each_try_opens_the_file_anew(
+    bench: Callable[..., Bench], photos: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
+    at = bench(photos, shuffle=False)
+    want, path, real = at.pixels(0, 0), at.index.full_path(1), {name: getattr(os, name) for name in ("open", call)}
+    opened: list[int] = []
+    failures = 2
+
+    def open_(name: Any, *args: Any, **options: Any) -> int:
+        fd: int = real["open"](name, *args, **options)
+        if name == path:
+            opened.append(fd)
+        return fd
+
+    def flaky(what: Any, *args: Any, **options: Any) -> Any:
+        nonlocal failures
+        if failures and (what == path or [what] == opened[-1:]):
+            failures -= 1
+            raise OSError(number, os.strerror(number))
+        return (open_ if call == "open" else real[call])(what, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_)
+        patch.setattr(os, call, flaky)
+        assert at.pixels(0, 0) == want
+    assert failures == 0 and len(opened) == (1 if call == "open" else 3)
 
 
 @pytest.mark.usefixtures("impatient")
