@@ -1,6 +1,6 @@
 """A session over tcp: a control connection for small messages, and data connections over which rows come.
 
-Each connection is a DEALER that connects once and never again by itself: a connection that ended may have taken
+Each connection is a DEALER that connects once and not again by itself: a connection that ended may have taken
 answers with it, so the session is over with it, and a new one asks again for what is missing. That it ended is
 heard from ZeroMQ's monitor. ZeroMQ's heartbeats find a peer that vanished; they are answered by its own thread, so
 a Python that is busy or held up for minutes does not look dead.
@@ -35,6 +35,7 @@ from headrace.protocol import (
     Message,
     Ping,
     Refused,
+    RemoteReply,
     Rows,
     Unknown,
     Welcome,
@@ -56,6 +57,10 @@ DATA_SILENCE = 60_000
 #: Milliseconds for ZeroMQ's own handshake, and for the last message to leave when a session is closed.
 _HANDSHAKE = 10_000
 _LINGER = 500
+
+#: Milliseconds until ZeroMQ would connect again, 24 days. With -1, its word for never, it throws away what arrived
+#: just before a connection's end: a Goodbye, for one.
+_NEVER = (1 << 31) - 1
 
 _ENDS = (
     zmq.EVENT_DISCONNECTED
@@ -88,7 +93,7 @@ class Lane:
             self.socket.sndhwm = self.socket.rcvhwm = 0
             self.socket.maxmsgsize = limit
             self.socket.ipv6 = "[" in endpoint
-            self.socket.reconnect_ivl = -1
+            self.socket.reconnect_ivl = _NEVER
             self.socket.handshake_ivl = _HANDSHAKE
             self.socket.heartbeat_ivl = HEARTBEAT
             self.socket.heartbeat_timeout = self.socket.heartbeat_ttl = silence
@@ -110,7 +115,7 @@ class Lane:
     def received(self) -> Iterator[list[zmq.Frame]]:
         """Messages that are there, each as its frames."""
         while _readable(self.socket):
-            yield cast(list[zmq.Frame], self.socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            yield self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
 
     def ended(self) -> bool:
         """Whether the connection has ended since this was asked last."""
@@ -123,7 +128,7 @@ class Lane:
     def close(self, *, linger: int = 0) -> None:
         """May be called twice."""
         if not self.socket.closed:
-            self.socket.monitor(None, 0)  # type: ignore[arg-type]
+            self.socket.monitor(None, 0)
         self.monitor.close()
         self.socket.close(linger)
 
@@ -131,7 +136,7 @@ class Lane:
 class Heard(NamedTuple):
     """What `Lanes.wait` brings: messages with the frames that follow them; whether a connection has ended."""
 
-    messages: list[tuple[Message, list[zmq.Frame]]]
+    messages: Sequence[tuple[RemoteReply, list[zmq.Frame]]]
     ended: bool
 
 

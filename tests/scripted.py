@@ -471,19 +471,25 @@ class ScriptedDaemon:
                 if remote is None:
                     answer(Unknown(token=message.token))
                 else:
-                    self._in_session(identity, remote, message)
+                    self._in_session(identity, remote, message, answer)
             case _:
                 raise AssertionError(message)
 
-    def _in_session(self, identity: bytes, remote: Remote, message: Attach | Leave | Get | Cancel) -> None:
+    def _in_session(
+        self,
+        identity: bytes,
+        remote: Remote,
+        message: Attach | Leave | Get | Cancel,
+        answer: Callable[[Message], None],
+    ) -> None:
         match message:
             case Attach():
                 if message.lane:
                     remote.lanes.append(identity)
                 else:
                     remote.control = identity
-                self._tcp.send_multipart([identity, encode(Alive())])
-                self._tcp.send_multipart([identity, encode(Attached(lane=message.lane))])
+                answer(Alive())
+                answer(Attached(lane=message.lane))
             case Leave():
                 self.left.append(message.token)
                 del self.remote[message.token]
@@ -493,7 +499,7 @@ class ScriptedDaemon:
                 assert identity == remote.control
                 self.gets.append(message)
                 do = self.behave(message)
-                if not self._act(lambda reply: self._tcp.send_multipart([identity, encode(reply)]), message, do):
+                if not self._act(answer, message, do):
                     for _ in range(2 if do is Do.TWICE else do is not Do.NOTHING):
                         self._tcp.send_multipart([remote.next_lane(), *self._rows(message, do)])
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace import connect as module
 from headrace.connect import connect, reach, scheme, socket_path, tcp_place
 from headrace.errors import ConfigError, ConnectionLost, DeadlineError, HeadraceError, ProtocolError
 from headrace.session import Interrupted
@@ -240,7 +239,7 @@ def test_each_address_of_a_host_gets_its_share_of_the_time(never: int, monkeypat
     with socket.socket() as closed, service(GREETING) as port:
         closed.bind(("127.0.0.1", 0))
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", p)) for p in (closed.getsockname()[1], port)]
-        monkeypatch.setattr(module.socket, "getaddrinfo", lambda *_, **__: found)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
         assert reach(f"tcp://two-homes:{port}", timeout=10, stop=never) == f"tcp://127.0.0.1:{port}"
 
 

@@ -21,7 +21,7 @@ from scripted import Do, ScriptedDaemon, index_of, level, text_of, wait_until, w
 from headrace import tcp
 from headrace.errors import ConfigError, ConnectionLost, DeadlineError, HeadraceError, ProtocolError
 from headrace.ping import ask, ping
-from headrace.protocol import Failed, Get, Goodbye, Message, Refused, Rows, Unknown, encode
+from headrace.protocol import Failed, Get, Goodbye, Hello, Message, Refused, Rows, Unknown, decode_remote, encode
 from headrace.session import Delivery, Interrupted, Refusal
 from headrace.slots import SlotLayout
 from headrace.tcp import RemoteSession, RowsDelivery
@@ -33,7 +33,9 @@ Context = zmq.Context[zmq.Socket[bytes]]
 def context() -> Iterator[Context]:
     made: Context = zmq.Context()
     yield made
-    made.term()
+    left = [sock for sock in made._sockets if not sock.closed]
+    made.destroy(0)  # `term` would wait for them
+    assert not left
 
 
 @pytest.fixture
@@ -278,7 +280,7 @@ def router() -> Iterator[tuple[str, Callable[[Callable[[Any], list[Message]]], N
             while not stop.is_set():
                 if sock.poll(20):
                     identity, data = sock.recv_multipart()
-                    for message in answers(tcp.protocol.decode_remote(data)):
+                    for message in answers(decode_remote(data)):
                         sock.send_multipart([identity, encode(message)])
 
         threads.append(threading.Thread(target=run))
@@ -312,7 +314,7 @@ def test_a_handshake_that_goes_wrong_says_how_and_leaves_nothing_open(
     error: type[HeadraceError], named: str,
 ) -> None:  # fmt: skip
     address, serve = router
-    serve(lambda message: hello if isinstance(message, tcp.Hello) else attach)
+    serve(lambda message: hello if isinstance(message, Hello) else attach)
     with pytest.raises(error, match=named):
         RemoteSession.open(address, None, context, timeout=0.3, stop=wake)
 
