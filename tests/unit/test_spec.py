@@ -158,6 +158,41 @@ def test_a_tilde_is_the_home_folder_and_a_dollar_is_a_dollar(monkeypatch: pytest
     assert Dataset(folder="/data/$HOME").folder == Path("/data/$HOME")
 
 
+LISTS = """\
+streams:
+  l:
+    dataset:
+      list: lists/train.csv
+      root: ~/data
+      columns: {path: file, label: [x, y]}
+      labels: float
+      allow_missing: true
+      extensions: [.JPG]
+    transforms: [{center_crop: {size: 8}}]
+  s:
+    dataset: {shards: "tars/train-{000..012}.tar", columns: {label: txt}, labels: text, limit: 3}
+    transforms: [{center_crop: {size: 8}}]
+  t:
+    dataset: {shards: [~/a.tar, /b.tar]}
+    transforms: [{center_crop: {size: 8}}]
+"""
+
+
+def test_lists_and_shards_are_described_likewise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "headrace.yaml").write_text(LISTS)
+    loaded = Config.load(tmp_path / "headrace.yaml")
+    listed, shards, two = (loaded.streams[name].dataset for name in "lst")
+    assert (listed.list, listed.root) == (tmp_path / "lists/train.csv", Path("/home/me/data"))
+    assert listed.columns.plain() == {"path": "file", "label": ["x", "y"]}
+    assert (listed.labels, listed.allow_missing, listed.extensions) == ("float", True, ["jpg"])
+    assert shards.shards == [f"{tmp_path}/tars/train-{{000..012}}.tar"] and shards.columns.label == "txt"
+    assert two.shards == ["/home/me/a.tar", "/b.tar"] and two.columns.label is None and two.labels == "auto"
+    assert [d.source for d in (listed, shards, two)] == ["list", "shards", "shards"]
+    assert [d.place for d in (listed, two)] == [f"{tmp_path}/lists/train.csv", "['/home/me/a.tar', '/b.tar']"]
+    assert Config.load(json.loads(json.dumps(loaded.plain()))) == loaded
+
+
 @pytest.mark.parametrize("name", [b"/data/\xff\xfe", b"/data/a b\t'\"[]{}*%\n", "/data/é".encode()])
 def test_a_path_of_any_bytes_survives_the_way_through_plain_data(name: bytes) -> None:
     for given in (name, os.fsdecode(name), Path(os.fsdecode(name))):
@@ -252,6 +287,14 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("streams.train.dataset.labels", "words", "labels: \"words\": must be 'auto', 'class', 'classes', 'int', 'float'"),
     ("streams.train.dataset.allow_missing", True, "allow_missing: belongs to `list`, and this dataset is a `folder`"),
     ("streams.train.dataset", {"list": "x", "allow_empty": True}, "allow_empty: belongs to `folder`"),
+    ("streams.train.dataset", {"list": "x", "columns": {"label": ["a", "a"]}}, "must name each column once"),
+    ("streams.train.dataset", {"list": "x", "columns": {"label": "path"}}, '"path" cannot be both path and label'),
+    ("streams.train.dataset", {"list": "x", "columns": {"path": ""}}, 'columns.path: "": must be a name'),
+    (
+        "streams.train.dataset",
+        {"list": "x", "columns": {"label": ["a", "b"]}, "labels": "class"},
+        "columns.label: several columns are a vector of numbers, which are no labels: class",
+    ),
     ("streams.train.dataset", {"shards": "x", "root": "y"}, "root: belongs to `list`, and this dataset is a `shards`"),
     ("streams.train.dataset", {"shards": "x", "columns": {"path": "y"}}, "columns.path: belongs to `list`"),
     ("streams.train.dataset.limit", 0, "must be a whole number of at least 1"),
