@@ -188,8 +188,8 @@ def _serving(host: Host, configuration: dict[str, Any], folder: Path) -> Iterato
     command = host.command(sys.executable, "-m", "headrace.server", "serve", "--insecure", str(file))
     with (folder / "daemon.log").open("wb") as log:
         daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
+    assert daemon.stdout is not None
     try:
-        assert daemon.stdout is not None
         ready, _, _ = select.select([daemon.stdout], [], [], _READY)
         line = daemon.stdout.readline().decode() if ready else ""
         if not line.startswith("listening on "):
