@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import os
 import socket
 import struct
 import time
@@ -176,11 +175,16 @@ class Network:
                 self._cut(fd)
 
     def _cut(self, fd: int) -> None:
-        # The descriptor is libzmq's, and by now it may be somebody else's: only a connection to us is ended.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-            if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
-                if connection.getsockname()[1] in self._ports:
+        # The descriptor is libzmq's, so it is not closed here, and by now it may be somebody else's: only a connection
+        # to us is ended. A duplicate would be safer, but there may be no descriptor left for it.
+        with contextlib.suppress(OSError):
+            connection = socket.socket(fileno=fd)
+            try:
+                internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if internet and connection.getsockname()[1] in self._ports:
                     connection.shutdown(socket.SHUT_RDWR)
+            finally:
+                connection.detach()
 
     # -- messages -----------------------------------------------------------------------------------------------
 

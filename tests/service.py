@@ -228,9 +228,10 @@ class Truth:
         return self._epochs[epoch]
 
     def _render(self, epoch: int) -> list[tuple[int, int, str]]:
-        spec = Config.load(self.config).streams[self.name]
+        config = Config.load(self.config)
+        spec = config.streams[self.name]
         index = open_index(spec.dataset, self.cache)
-        backend = make("auto")
+        backend = make(config.workers.backend)
         renderer = ChunkRenderer(spec, index, backend)
         ring = Ring.create(spec.layout(index), 1)
         view = ring.views[0]
