@@ -50,8 +50,7 @@ class FileSource:
         fd = open_indexed(self._index.full_path(i), name)
         try:
             compare(name, os.fstat(fd), size, mtime_ns)
-            if size > self._limit:
-                raise BadPicture("read", f"a file of {size} bytes, but max_file_bytes is {self._limit}")
+            check_size(size, self._limit)
             data = _read(fd, size)
             # A file rewritten under our hands would give a mix of two pictures.
             compare(name, os.fstat(fd), size, mtime_ns)
@@ -99,6 +98,15 @@ def compare(name: str, now: os.stat_result, size: int, mtime_ns: int, whose: str
         raise changed(name, f"{whose}size {size} → {now.st_size}")
     if now.st_mtime_ns != mtime_ns:
         raise changed(name, f"{whose}modified {_time(mtime_ns)} → {_time(now.st_mtime_ns)}")
+
+
+def check_size(size: int, limit: int) -> None:
+    """
+    Raises:
+        BadPicture: the sample is larger than `max_file_bytes`.
+    """
+    if size > limit:
+        raise BadPicture("read", f"a file of {size} bytes, but max_file_bytes is {limit}")
 
 
 def changed(name: str, how: str) -> DatasetError:

@@ -21,9 +21,9 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,9 +34,8 @@ from headrace.pipeline.files import THREADS, Progress, Reporter, ending_shown, r
 from headrace.pipeline.folder import EXTENSIONS
 from headrace.pipeline.index import Index, Ints, Labels, Listing, Paths, settled, shown
 from headrace.pipeline.labels import LabelColumn, Texts
-from headrace.pipeline.probe import BadPicture
 from headrace.pipeline.problems import show
-from headrace.pipeline.reading import changed, compare, open_indexed
+from headrace.pipeline.reading import changed, check_size, compare, open_indexed
 from headrace.pipeline.rows import decode_json
 from headrace.pipeline.spec import Dataset, Decode
 from headrace.pipeline.tar import Tar, TarError, pread
@@ -81,7 +80,7 @@ def expand(pattern: str) -> Iterator[str]:
     for piece in pieces:
         count *= len(piece)
     if count > MAX_TARS:
-        raise DatasetError(f"{pattern}: stands for {count} tar files, over the limit of {MAX_TARS}")
+        raise _too_many(pattern, count)
     return map("".join, itertools.product(*pieces))
 
 
@@ -91,10 +90,14 @@ def _choices(pattern: str, match: re.Match[str]) -> Sequence[str]:
         return texts.split(",")
     a, b = int(first), int(last)
     if abs(b - a) >= MAX_TARS:
-        raise DatasetError(f"{pattern}: {match[0]} stands for {abs(b - a) + 1} tar files, over the limit of {MAX_TARS}")
+        raise _too_many(pattern, abs(b - a) + 1)
     padded = any(len(end) > 1 and end.startswith("0") for end in (first, last))
     width = max(len(first), len(last)) if padded else 0
     return [f"{n:0{width}d}" for n in range(a, b + (1 if a <= b else -1), 1 if a <= b else -1)]
+
+
+def _too_many(pattern: str, count: int) -> DatasetError:
+    return DatasetError(f"{shown(os.fsencode(pattern))}: stands for {count} tar files, over the limit of {MAX_TARS}")
 
 
 def _tars(dataset: Dataset) -> list[str]:
@@ -137,8 +140,9 @@ def list_shards(dataset: Dataset, progress: Progress | None = None) -> Listing:
     # What is left of a path as it was given: behind a link "x/.." is not "".
     names = [os.fsencode(tar.removeprefix(folder).lstrip("/")) for tar in tars]
     assembly = _Assembly(dataset, root)
-    for shard in _in_turn(root, names, frozenset(map(os.fsencode, endings)), progress):
-        assembly.add(shard)
+    with closing(_in_turn(root, names, frozenset(map(os.fsencode, endings)), progress)) as shards:
+        for shard in shards:
+            assembly.add(shard)
     listing = assembly.listing()
     if progress:
         progress(len(listing.paths), len(listing.paths))
@@ -168,8 +172,7 @@ class ShardSource:
         try:
             fd = self._descriptor(tar, name)
             compare(name, os.fstat(fd), *state, _ITS_TAR)
-            if size > self._limit:
-                raise BadPicture("read", f"a member of {size} bytes, but max_file_bytes is {self._limit}")
+            check_size(size, self._limit)
             data = pread(fd, size, position)
             # A tar rewritten under our hands would give a mix of two pictures.
             compare(name, os.fstat(fd), *state, _ITS_TAR)
@@ -411,14 +414,17 @@ def _listed(endings: list[bytes]) -> str:
 
 def _in_turn(
     root: bytes, tars: Sequence[bytes], endings: frozenset[bytes], progress: Progress | None
-) -> Iterator[_Shard]:
+) -> Generator[_Shard, None, None]:
     """The tars, listed by many threads, a bounded number of them ahead; in their order."""
     lock = threading.Lock()
     report = Reporter(progress)
     seen = 0
+    stopped = False
 
     def count(samples: int) -> None:
         nonlocal seen
+        if stopped:  # a tar may take minutes
+            raise _Stopped
         with lock:
             seen += samples
 
@@ -436,7 +442,12 @@ def _in_turn(
             report(seen, 0)
             yield waiting.pop(0).result()
     finally:
+        stopped = True
         pool.shutdown(cancel_futures=True)
+
+
+class _Stopped(Exception):
+    """Nobody waits for this tar any more."""
 
 
 # -- labels and further values ------------------------------------------------------------------------------

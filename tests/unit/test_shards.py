@@ -651,12 +651,27 @@ def test_progress_is_told_within_a_tar_that_takes_long(root: Path, monkeypatch: 
     assert told.is_set() and (512, 0) in seen and seen[-1] == (600, 600)
 
 
-def test_an_interrupted_listing_leaves_no_thread_behind(root: Path) -> None:
+def test_an_interrupted_listing_leaves_no_thread_behind_also_within_a_tar(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern = put(root, {f"{i}.jpg": b"" for i in range(2000)}, *({"a.jpg": b""},) * 50)
+    interrupted, real = threading.Event(), module._Grouping._take
+    taken: list[bytes] = []
+
+    def take(self: Any, tar: Any, name: bytes, *rest: Any) -> None:
+        if name == b"600.jpg":
+            interrupted.wait(20)
+        taken.append(name)
+        real(self, tar, name, *rest)
+
     def progress(done: int, total: int) -> None:
+        interrupted.set()
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(module._Grouping, "_take", take)
     with pytest.raises(KeyboardInterrupt):
-        list_shards(described(shards=put(root, *({"a.jpg": b""},) * 50)), progress)
+        list_shards(described(shards=pattern), progress)
+    assert interrupted.is_set() and b"1999.jpg" not in taken
 
 
 # -- the index, and reading ---------------------------------------------------------------------------------
@@ -818,7 +833,7 @@ def test_a_member_over_the_limit_is_a_verdict_and_is_not_read(opened: Opened, mo
         patch.setattr(os, "pread", lambda *_: pytest.fail("it was read"))
         with pytest.raises(BadPicture) as caught:
             source.read(1)
-    assert (caught.value.stage, caught.value.reason) == ("read", "a member of 7 bytes, but max_file_bytes is 5")
+    assert (caught.value.stage, caught.value.reason) == ("read", "a file of 7 bytes, but max_file_bytes is 5")
     assert source.read(0) == b"one"
 
 
