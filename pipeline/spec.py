@@ -174,9 +174,7 @@ class Dataset(_Model):
             raise ValueError("columns.path: belongs to `list`; a sample of `shards` is called by its key")
         label = self.columns.label
         if isinstance(label, list) and self.labels not in ("auto", "int", "float"):
-            raise ValueError(
-                f"columns.label: several columns are a vector of numbers, which are no labels: {self.labels}"
-            )
+            raise ValueError(f"columns.label: several columns are a vector of numbers, but `labels` is {self.labels}")
         if self.source == "list" and self.columns.path in (label if isinstance(label, list) else [label]):
             raise ValueError(f"columns: {show(self.columns.path)} cannot be both path and label")
         if self.source == "folder" and self.classes is not None:
@@ -193,7 +191,7 @@ class Dataset(_Model):
     @property
     def place(self) -> str:
         """What it names, for people."""
-        return str(getattr(self, self.source))
+        return ", ".join(self.shards) if self.shards is not None else str(self.list or self.folder)
 
 
 class Stream(_Model):

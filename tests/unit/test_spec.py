@@ -189,7 +189,7 @@ def test_lists_and_shards_are_described_likewise(tmp_path: Path, monkeypatch: py
     assert shards.shards == [f"{tmp_path}/tars/train-{{000..012}}.tar"] and shards.columns.label == "txt"
     assert two.shards == ["/home/me/a.tar", "/b.tar"] and two.columns.label is None and two.labels == "auto"
     assert [d.source for d in (listed, shards, two)] == ["list", "shards", "shards"]
-    assert [d.place for d in (listed, two)] == [f"{tmp_path}/lists/train.csv", "['/home/me/a.tar', '/b.tar']"]
+    assert [d.place for d in (listed, two)] == [f"{tmp_path}/lists/train.csv", "/home/me/a.tar, /b.tar"]
     assert Config.load(json.loads(json.dumps(loaded.plain()))) == loaded
 
 
@@ -293,7 +293,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (
         "streams.train.dataset",
         {"list": "x", "columns": {"label": ["a", "b"]}, "labels": "class"},
-        "columns.label: several columns are a vector of numbers, which are no labels: class",
+        "columns.label: several columns are a vector of numbers, but `labels` is class",
     ),
     ("streams.train.dataset", {"shards": "x", "root": "y"}, "root: belongs to `list`, and this dataset is a `shards`"),
     ("streams.train.dataset", {"shards": "x", "columns": {"path": "y"}}, "columns.path: belongs to `list`"),
