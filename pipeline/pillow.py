@@ -12,12 +12,14 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import PIL
 from numpy.typing import NDArray
 from PIL import Image, ImageChops, features
 from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from headrace.pipeline import jpeg, png
@@ -56,6 +58,11 @@ _TRANSPOSE: dict[tuple[bool, bool, bool], Image.Transpose | None] = {
     (True, True, True): Image.Transpose.TRANSVERSE,
     (True, False, True): Image.Transpose.ROTATE_90,
 }
+
+#: Tags of TIFF, and values of theirs.
+_BITS, _COMPRESSION, _PHOTOMETRIC, _SAMPLES, _PLANAR = 258, 259, 262, 277, 284
+_EXTRA_SAMPLES, _SAMPLE_FORMAT = 338, 339
+_JPEG_IN_TIFF, _WHITE_IS_ZERO, _PREMULTIPLIED, _SIGNED = 7, 0, 1, 2
 
 #: Levels between the grey of missing data and the last pixel of a reduced JPEG, from which on it is surely whole.
 _NEARLY_GREY = 24
@@ -121,13 +128,12 @@ def _decode(picture: Picture, reduction: int) -> Image.Image:
         # Pillow takes the largest reduction that leaves as many pixels as are asked for.
         image.draft(None, (size[0] // reduction, size[1] // reduction))
         size = -(-size[0] // reduction), -(-size[1] // reduction)
-    # TIFF lists its strips or tiles; other formats may well fill a part of their canvas only.
-    tiles = {tile.extents for tile in image.tile} if picture.format == "TIFF" else set()
+    tiles = [*image.tile]  # loading forgets them
     with pillow_quiet(size[0] * size[1]):
         image.load()
         if image.size != size:
             raise ValueError(f"the pixels are {image.size[0]}x{image.size[1]}, the header said {size[0]}x{size[1]}")
-        if missing := _missing(image, picture, reduction) or _uncovered(size, tiles):
+        if missing := _missing(image, picture, tiles, reduction):
             raise ValueError(missing)
         return _to_grey_or_rgb(image, picture)
 
@@ -137,41 +143,66 @@ def _reason(picture: Picture, error: Exception) -> str:
     return text if text.startswith(picture.format) else f"{picture.format}: {text}"
 
 
-def _missing(image: Image.Image, picture: Picture, reduction: int) -> str | None:
+def _missing(image: Image.Image, picture: Picture, tiles: Sequence[Any], reduction: int) -> str | None:
     """What is missing of a picture that Pillow took for whole. Each check begins with a sign that costs nothing."""
-    width, height = image.size
-    if picture.format in ("JPEG", "MPO"):
-        if why := jpeg.missing_parts(picture.data):
-            return why
-        # Where its data end early libjpeg leaves the rest mid-grey. So may be a picture: does more data change it?
-        corner = image.crop((width - 1, height - 1, width, height)).tobytes()
-        if reduction > 1 and all(abs(level - 128) <= _NEARLY_GREY for level in corner):
-            # The verdict is that on the whole picture, whose last pixel is one of several that make this one.
-            whole = JpegImageFile(io.BytesIO(picture.data), b"")
-            return _missing(whole, picture, 1)
-        if reduction == 1 and set(corner) <= {127, 128}:  # 127 where inks are inverted
-            longer = JpegImageFile(io.BytesIO(jpeg.with_more_data(picture.data)), b"")
-            if ImageChops.difference(image, longer).getbbox():
-                return "JPEG whose data end before the picture does"
-    elif picture.format == "PNG":
+    if isinstance(image, JpegImageFile):
+        return _missing_of_jpeg(image, picture, reduction)
+    if isinstance(image, TiffImageFile):
+        return _missing_of_tiff(image, picture, tiles)
+    if isinstance(image, PngImageFile):
+        if png.damaged_pixels(picture.data):
+            return "PNG whose data do not match their checksum"
         # Rows that never came are zero; interlaced ones are anywhere.
-        suspect = image.info.get("interlace") or not image.crop((0, height - 1, width, height)).getbbox()
+        suspect = image.info.get("interlace") or not image.crop((0, image.height - 1, *image.size)).getbbox()
         if suspect and png.missing_pixels(picture.data):
             return "PNG whose data end before the picture does"
     return None
 
 
-def _uncovered(size: tuple[int, int], tiles: set[tuple[int, int, int, int] | None]) -> str | None:
-    covered = [(x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in filter(None, tiles)]
-    return "TIFF with fewer strips or tiles than the picture needs" if 0 < sum(covered) < size[0] * size[1] else None
+def _missing_of_jpeg(image: Image.Image, picture: Picture, reduction: int) -> str | None:
+    if why := jpeg.missing_parts(picture.data):
+        return why
+    # Where its data end early libjpeg leaves the rest mid-grey. So may be a picture: does more data change it?
+    corner = image.crop((image.width - 1, image.height - 1, *image.size)).tobytes()
+    if reduction > 1:
+        if any(abs(level - 128) > _NEARLY_GREY for level in corner):
+            return None
+        # The verdict is that on the whole picture, whose last pixel is one of several that make this one.
+        return _missing_of_jpeg(JpegImageFile(io.BytesIO(picture.data), b""), picture, 1)
+    if set(corner) <= {127, 128}:  # 127 where inks are inverted
+        longer = JpegImageFile(io.BytesIO(jpeg.with_more_data(picture.data)), b"")
+        if ImageChops.difference(image, longer).getbbox():
+            return "JPEG whose data end before the picture does"
+    return None
+
+
+def _missing_of_tiff(image: TiffImageFile, picture: Picture, tiles: Sequence[Any]) -> str | None:
+    tags = image.tag_v2
+    if tags.get(_COMPRESSION) == _JPEG_IN_TIFF:
+        # libtiff fills what such a strip or tile lacks with grey, and warns at most.
+        places, counts = (tags.get(strips, tags.get(tiled, ())) for strips, tiled in ((273, 324), (279, 325)))
+        if any(b"\xff\xd9" not in picture.data[at : at + count] for at, count in zip(places, counts, strict=False)):
+            return "TIFF whose JPEG data end before the picture does"
+    # Strips or tiles that are not there at all: Pillow lists them, of planes that it reads by itself each.
+    planes = tags.get(_SAMPLES, 1) if tags.get(_PLANAR) == 2 and tiles[0].codec_name == "raw" else 1
+    areas = {(tile.extents, tile.args if planes > 1 else None) for tile in tiles}
+    covered = sum((x1 - x0) * (y1 - y0) for (x0, y0, x1, y1), _ in areas)
+    if 0 < covered < image.width * image.height * planes:
+        return "TIFF with fewer strips or tiles than the picture needs"
+    return None
 
 
 def _to_grey_or_rgb(image: Image.Image, picture: Picture) -> Image.Image:
     # Pillow would try to carry a transparent colour over, and warn where it cannot.
     image.info.pop("transparency", None)
     mode = image.mode
+    tags = image.tag_v2 if isinstance(image, TiffImageFile) else {}
+    if _SIGNED in tags.get(_SAMPLE_FORMAT, ()):
+        raise ValueError("signed samples, for which nothing says what is black and what is white")
     if mode in ("L", "RGB"):
         return image
+    if mode == "LA" and tags.get(_EXTRA_SAMPLES) == (_PREMULTIPLIED,):
+        return Image.frombytes("La", image.size, image.tobytes()).convert("LA").convert("L")
     if mode in ("1", "LA"):
         return image.convert("L")
     if mode == "La":
@@ -182,12 +213,12 @@ def _to_grey_or_rgb(image: Image.Image, picture: Picture) -> Image.Image:
         # Pillow takes every CMYK JPEG for one of Adobe's, whose inks are inverted.
         return ImageChops.invert(image).convert("RGB")
     if mode.startswith("I;16"):
-        top = (1 << image.tag_v2.get(258, (16,))[0]) - 1 if isinstance(image, TiffImageFile) else 65535
-        return _scaled(np.asarray(image), top)
+        scaled = _scaled(np.asarray(image), (1 << tags.get(_BITS, (16,))[0]) - 1)
+        return ImageChops.invert(scaled) if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else scaled
     if mode == "I" and picture.format == "PPM":
         return _scaled(np.asarray(image), 65535)
     if mode in ("I", "F"):
-        kind = "32-bit or signed" if mode == "I" else "floating-point"
+        kind = "32-bit" if mode == "I" else "floating-point"
         raise ValueError(f"{kind} samples, for which nothing says what is black and what is white")
     return image.convert("RGB")
 

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 
 _SIGNATURE = 8
+_IDAT = zlib.crc32(b"IDAT")
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 _ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 
@@ -25,6 +26,18 @@ def exif_after_pixels(data: bytes) -> bytes | None:
     if data.rfind(b"eXIf") < 0:
         return None
     return next((b"Exif\0\0" + bytes(content) for kind, content in chunks(data) if kind == b"eXIf"), None)
+
+
+def damaged_pixels(data: bytes) -> bool:
+    """Whether a chunk of the compressed pixels does not match its checksum. Pillow does not look at these."""
+    view, at = memoryview(data), _SIGNATURE
+    for kind, content in chunks(data):
+        end = at + 8 + len(content)
+        stored = view[end : end + 4]
+        if kind == b"IDAT" and len(stored) == 4 and zlib.crc32(content, _IDAT) != int.from_bytes(stored, "big"):
+            return True
+        at = end + 4
+    return False
 
 
 def missing_pixels(data: bytes) -> bool:

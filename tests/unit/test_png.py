@@ -59,3 +59,15 @@ def test_exif_after_the_pixels_is_found_and_nothing_else() -> None:
     assert png.exif_after_pixels(with_chunk(data, b"eXIf", content[6:], before=b"IEND")) == content
     assert png.exif_after_pixels(data) is None
     assert png.exif_after_pixels(data + b"eXIf") is None
+
+
+def test_pixels_that_do_not_match_their_checksum_are_damaged() -> None:
+    data = encode(noise(64, 96))
+    assert not png.damaged_pixels(data)
+    start = data.find(b"IDAT")
+    length = int.from_bytes(data[start - 4 : start], "big")
+    for at in (start + 4, start + 4 + length // 2, start + 4 + length):
+        assert png.damaged_pixels(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    # Other chunks are none of its business, nor is a checksum that is not there.
+    assert not png.damaged_pixels(data[: start + 4 + length + 2])
+    assert not png.damaged_pixels(data[:-1] + bytes([data[-1] ^ 1]))
