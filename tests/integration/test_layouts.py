@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,34 +39,25 @@ def expected(name: str, *, bound: bool = not ALL_POWERFUL) -> Layout:
 
 
 #: By a daemon; all the others' samples are rendered without one.
-SERVED = ["fifo", "sparse_8GiB", "many_small", "numeric_classes", "empty_class"]
+SERVED = ["fifo", "sparse_8GiB", "many_small", "empty_class"]
 USABLE = [name for name in LAYOUTS if not expected(name).refused]
 REFUSED = [name for name in LAYOUTS if expected(name).refused]
+CLOSED = [name for name, layout in LAYOUTS.items() if layout.closed]
 
 
-def stream(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"dataset": {"folder": str(folder)}, "transforms": [{"resize": {"size": [64, 96]}}], "chunk": 16} | more
+def stream(folder: Path) -> dict[str, Any]:
+    return {"dataset": {"folder": str(folder)}, "transforms": [{"resize": {"size": [64, 96]}}], "chunk": 16}
 
 
-@dataclass
-class Trees:
-    """The folder with all trees, and a daemon with a stream for each of `SERVED`."""
-
-    folder: Path
-    daemon: Daemon
-
-    def config(self, home: Path, *names: str) -> Path:
-        file = home / "headrace.yaml"
-        file.write_text(yaml.safe_dump({"streams": {name: stream(self.folder / name) for name in names}}))
-        return file
-
-    def loader(self, name: str, **more: Any) -> Loader:
-        return Loader(self.daemon.address, stream=name, output="numpy", dtype="uint8", **more)
+def configuration(trees: Path, home: Path, *names: str) -> Path:
+    file = home / "headrace.yaml"
+    file.write_text(yaml.safe_dump({"streams": {name: stream(trees / name) for name in names}}))
+    return file
 
 
 @pytest.fixture(scope="module", params=["made", "given"])
-def trees(request: pytest.FixtureRequest, session_home: Path) -> Iterator[Trees]:
-    """Made by these tests, or by the script that comes with the extra samples."""
+def trees(request: pytest.FixtureRequest, session_home: Path) -> Iterator[Path]:
+    """The folder with all trees, made by these tests or by the script that comes with the extra samples."""
     folder = Path(tempfile.mkdtemp(dir=session_home))
     folder.chmod(0o755)
     if request.param == "made":
@@ -76,19 +66,27 @@ def trees(request: pytest.FixtureRequest, session_home: Path) -> Iterator[Trees]
         hard = request.getfixturevalue("extra_samples") / "hard"
         script = [sys.executable, hard / "make_layout.py", folder, hard / "misnamed/jpeg.jfif"]
         subprocess.run(script, check=True, timeout=60)
-    streams = {name: stream(folder / name) for name in SERVED}
-    try:
-        with Daemon(session_home, streams, workers=1, slots=3, name=folder.name) as daemon:
-            made = Trees(folder, daemon)
-            with made.loader("numeric_classes", batch_size=1) as loader:
-                next(iter(loader))  # so that its worker is no test's
-            yield made
-    finally:
-        remove(folder)
+    yield folder
+    remove(folder)
 
 
-def test_check_takes_every_usable_tree_and_says_what_it_leaves_out(trees: Trees, home: Path) -> None:
-    command = [*HEADRACE, "check", trees.config(home, *USABLE)]
+@pytest.fixture(scope="module")
+def served(session_home: Path) -> Iterator[tuple[Path, Daemon]]:
+    """The same made once more, and a daemon with a stream for each of `SERVED`."""
+    folder = build_all(Path(tempfile.mkdtemp(dir=session_home)) / "trees")
+    with Daemon(folder.parent, {name: stream(folder / name) for name in SERVED}, workers=1, slots=3) as daemon:
+        with open_loader(daemon, "fifo", batch_size=1) as loader:
+            list(loader)  # so that its worker is no test's
+        yield folder, daemon
+    remove(folder)
+
+
+def open_loader(daemon: Daemon, name: str, batch_size: int) -> Loader:
+    return Loader(daemon.address, stream=name, batch_size=batch_size, output="numpy", dtype="uint8")
+
+
+def test_check_takes_every_usable_tree_and_says_what_it_leaves_out(trees: Path, home: Path) -> None:
+    command = [*HEADRACE, "check", configuration(trees, home, *USABLE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     parts = {part.partition(":")[0]: part for part in done.stdout.split("\nstream ")[1:]}
@@ -101,10 +99,10 @@ def test_check_takes_every_usable_tree_and_says_what_it_leaves_out(trees: Trees,
 
 @pytest.mark.parametrize("name", USABLE)
 def test_ls_lists_the_samples_with_their_labels(
-    trees: Trees, home: Path, name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    trees: Path, home: Path, name: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        cli.app(["ls", str(trees.config(home, name)), name], standalone_mode=False)
+        cli.app(["ls", str(configuration(trees, home, name)), name], standalone_mode=False)
     layout = expected(name)
     assert capsys.readouterr().out.splitlines() == [
         f"{i}\t{label}\t{path}" for i, (label, path) in enumerate(layout.samples)
@@ -113,68 +111,79 @@ def test_ls_lists_the_samples_with_their_labels(
 
 
 @pytest.mark.parametrize("name", USABLE)
-def test_an_epoch_shows_every_good_sample_once_with_its_label(trees: Trees, home: Path, name: str) -> None:
+def test_an_epoch_shows_every_good_sample_once_with_its_label(trees: Path, home: Path, name: str) -> None:
     layout = expected(name)
-    with Image.open(next(trees.folder.glob("one_class/*/*"))) as file:
+    with Image.open(next(trees.glob("one_class/*/*"))) as file:
         whole = hashlib.sha256(np.asarray(file)).hexdigest()[:16]
-    rows = Truth(trees.config(home, name), home / "cache", name).rows(0)
+    rows = Truth(configuration(trees, home, name), home / "cache", name).rows(0)
     assert rows == [(i, label, whole) for i, (label, _) in enumerate(layout.samples) if i not in layout.rejects]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_tree_that_is_no_data_set_is_refused_by_name(trees: Path, home: Path, name: str) -> None:
+    with pytest.raises(DatasetError) as caught:
+        cli.app(["check", str(configuration(trees, home, name))], standalone_mode=False)
+    assert all(said in str(caught.value) for said in (str(trees / name), *LAYOUTS[name].refused))
+
+
+def bound(home: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    """Runs it as somebody whom modes bind."""
+    prefix, environment = ordinary_user(home)
+    return subprocess.run(
+        [*prefix, *map(str, command)], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_what_may_not_be_read_is_named_and_never_quietly_missing(trees: Path, home: Path, name: str) -> None:
+    trees.parent.chmod(0o755)
+    layout = expected(name, bound=True)
+    check = bound(home, *HEADRACE, "check", configuration(trees, home, name))
+    if layout.refused:
+        assert check.returncode == 1 and all(said in check.stderr for said in layout.refused)
+    else:
+        assert check.returncode == 0 and all(said in check.stdout for said in layout.says)
+
+
+# -- by a daemon ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in SERVED if name in USABLE])
 def test_a_trainer_gets_the_samples_and_is_told_the_rest(
-    trees: Trees, name: str, caplog: pytest.LogCaptureFixture
+    served: tuple[Path, Daemon], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    layout = expected(name)
+    (folder, daemon), layout = served, expected(name)
     seen: list[tuple[int, int]] = []
     rejects: dict[int, str] = {}
-    with caplog.at_level(logging.INFO), trees.loader(name, batch_size=32) as loader:
+    with caplog.at_level(logging.INFO), open_loader(daemon, name, 32) as loader:
         for batch in loader:
             seen += zip(batch.indices.tolist(), batch.labels.tolist(), strict=True)
             rejects |= {reject.index: f"{reject.path}: {reject.reason}" for reject in batch.rejects}
     assert seen == [(i, label) for i, (label, _) in enumerate(layout.samples) if i not in layout.rejects]
-    assert rejects == {i: f"{trees.folder}/{name}/{layout.samples[i][1]}: {why}" for i, why in layout.rejects.items()}
+    assert rejects == {i: f"{folder}/{name}/{layout.samples[i][1]}: {why}" for i, why in layout.rejects.items()}
     assert all(any(said in message for message in caplog.messages) for said in layout.says)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_tree_that_is_no_data_set_is_refused_by_name(trees: Trees, home: Path, name: str) -> None:
+def test_a_trainer_is_told_why_a_tree_is_no_data_set(served: tuple[Path, Daemon]) -> None:
+    folder, daemon = served
     with pytest.raises(DatasetError) as caught:
-        cli.app(["check", str(trees.config(home, name))], standalone_mode=False)
-    assert all(said in str(caught.value) for said in (str(trees.folder / name), *LAYOUTS[name].refused))
-
-
-def test_a_trainer_is_told_why_a_tree_is_no_data_set(trees: Trees) -> None:
-    with pytest.raises(DatasetError) as caught:
-        trees.loader("empty_class", batch_size=1)
-    assert all(said in str(caught.value) for said in (f"{trees.folder}/empty_class", *LAYOUTS["empty_class"].refused))
+        open_loader(daemon, "empty_class", 1)
+    assert all(said in str(caught.value) for said in (f"{folder}/empty_class", *LAYOUTS["empty_class"].refused))
 
 
 EPOCH = """
-import json, sys, headrace
-config, stream = sys.argv[1:]
-with headrace.Loader(config, stream=stream, batch_size=4, output="numpy", dtype="uint8") as loader:
+import json, logging, sys, headrace
+logging.basicConfig(level=logging.INFO)
+with headrace.Loader(sys.argv[1], batch_size=4, output="numpy", dtype="uint8") as loader:
     rows = [row for batch in loader for row in zip(batch.indices.tolist(), batch.labels.tolist())]
 print(json.dumps(rows))
 """
 
 
-@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.closed])
-def test_what_may_not_be_read_is_named_and_never_quietly_missing(trees: Trees, home: Path, name: str) -> None:
-    prefix, environment = ordinary_user(home)
-    trees.folder.parent.chmod(0o755)
-    config, layout = trees.config(home, name), expected(name, bound=True)
-
-    def run(*command: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*prefix, *map(str, command)], env=environment, capture_output=True, text=True, timeout=100, check=False
-        )
-
-    check, epoch = run(*HEADRACE, "check", config), run(sys.executable, "-c", EPOCH, config, name)
-    if layout.refused:
-        assert check.returncode == 1 and all(said in check.stderr for said in layout.refused)
-        assert epoch.returncode == 1 and all(said in epoch.stderr for said in layout.refused)
-    else:
-        assert check.returncode == 0 and all(said in check.stdout for said in layout.says)
-        assert epoch.returncode == 0, epoch.stderr
-        assert json.loads(epoch.stdout) == [[i, label] for i, (label, _) in enumerate(layout.samples)]
+def test_a_trainer_whom_modes_bind_gets_what_it_may_read(served: tuple[Path, Daemon], home: Path) -> None:
+    folder, _ = served
+    for above in (folder, folder.parent, folder.parent.parent):
+        above.chmod(0o755)
+    done = bound(home, sys.executable, "-c", EPOCH, configuration(folder, home, "unreadable_file"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[0, 0]] and "a/secret.jpg: no permission to read it" in done.stderr
