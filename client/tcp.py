@@ -193,12 +193,12 @@ class RowsDelivery:
         self.first = message.first
         size, split = message.count, message.split
         _, height, width, _ = layout.image_shape
+        label = np.dtype(layout.label_dtype).itemsize * max(1, layout.label_width)
         expected = [min(split, size - row) * height * width * 3 for row in range(0, size, split)]
         parts = len(expected)
-        expected += [
-            layout.fields[name][0].itemsize * int(np.prod(layout.fields[name][1][1:])) * size
-            for name in ("labels", "indices", "status", "ends")[: 4 if layout.text else 3]
-        ]
+        expected += [label * size, 8 * size, size]
+        if layout.text:
+            expected.append(8 * size)
         found = [len(frame) for frame in frames]
         if layout.text:
             expected += found[-1:]  # its length is what `ends` says
