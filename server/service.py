@@ -36,6 +36,7 @@ from headrace.protocol import (
     Pong,
     Refused,
     Release,
+    RowReject,
     Unknown,
     Welcome,
 )
@@ -68,6 +69,8 @@ _TURN = 256
 _RESERVE = 64 << 20
 #: Descriptors that are kept for all but clients.
 _KEPT = 64
+#: Bad pictures of a stream that the log names.
+_NAMED = 100
 
 
 @dataclass(eq=False, slots=True)
@@ -614,12 +617,26 @@ class Service:
                 log.error("%s is not rendered any more: %s", at.index.shown_full(index), reason)
                 at.ledger.convict(index, reason)
             case Finished(job=job, rejects=rejects, render_id=render_id):
+                self._name(job.stream, rejects)
                 desk = self._stream(job.stream).desk
                 desk.filled(desk.cache.slots[job.slot], rejects, render_id)
             case supervisor.Failed(job=job, kind=kind, text=text):
                 log.error("chunk %d of epoch %d failed: %s", job.chunk, job.epoch, text)
                 desk = self._stream(job.stream).desk
                 self._fail(desk.failed(desk.cache.slots[job.slot]), kind, text)
+
+    def _name(self, stream: int, rejects: Sequence[RowReject]) -> None:
+        """Bad pictures in the log, each once."""
+        name, named = self._hosts[stream].name, self._stream(stream).named
+        for reject in rejects:
+            if reject.index in named or len(named) > _NAMED:
+                continue
+            named.add(reject.index)
+            if len(named) > _NAMED:
+                log.warning("stream %s: more bad pictures are not named here; `headrace verify` lists them", name)
+            else:
+                what = reject.path, reject.index, reject.stage, reject.reason
+                log.warning("stream %s: bad picture: %s (index %d): %s: %s", name, *what)
 
     def _fail(self, requests: list[tuple[Session, int]], kind: str, text: str) -> None:
         for session, request in requests:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -38,6 +38,8 @@ class OpenStream:
     fingerprints: Fingerprints
 
     reserved: bool = False
+    #: Samples whose pictures the log says to be bad.
+    named: set[int] = field(default_factory=set)
 
     @property
     def chunks(self) -> int:

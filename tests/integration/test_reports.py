@@ -163,6 +163,8 @@ def test_many_bad_files_in_a_row_are_passed_over_one_by_one(daemon: Daemon) -> N
     assert valid(batches) == [1200, 1201, 1202, 1203]
     assert Counter(r.index for batch in batches for r in batch.rejects) == dict.fromkeys(range(1200), 1)
     assert (counts["delivered"], counts["rejected"]) == (4, 1200)
+    log = daemon.log.read_text()
+    assert log.count("stream row: bad picture: ") == 100 and "`headrace verify` lists them" in log
 
 
 @pytest.mark.parametrize("policy", ["skip", "mask", "replace"])
@@ -183,11 +185,14 @@ def test_a_bad_file_at_the_end_takes_nobody_elses_place_unseen(daemon: Daemon, p
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_every_reject_names_file_index_and_reason_in_the_trainer(
+def test_every_reject_names_file_index_and_reason_in_the_logs_of_both(
     daemon: Daemon, data: Path, home: Path, transport: str
 ) -> None:
     with Trainer(daemon.address, home / "a.jsonl", stream="named", transport=transport) as trainer:
         trainer.wait()
+    log = daemon.log.read_text()
+    for name, index in (("x/cut.png", 0), ("x/page.jpg", 1), (r"z/caf\xe9.jpg", 32)):
+        assert log.count(f"stream named: bad picture: {data}/named/{name} (index {index}): ") == 1
     said = trainer.record.with_suffix(".log").read_text()
     assert f"{data}/named/x/cut.png (index 0, position 0): decode: PNG" in said
     assert f"{data}/named/x/page.jpg (index 1, position 1): probe: not a picture that is decoded, but HTML" in said
