@@ -28,7 +28,6 @@ _HINTS = {
 
 _TCP_HINTS = {
     errno.ECONNREFUSED: "nobody listens at this port: start the daemon there, with this address in its `listen`",
-    errno.ETIMEDOUT: "a firewall, or no such host",
 }
 
 
@@ -118,8 +117,8 @@ def reach(address: str, *, timeout: float, stop: int) -> str:
 
     Raises:
         ConfigError: not a `tcp://` address.
-        ConnectionLost: there is no such host, or nobody listens there.
-        DeadlineError: somebody does, and says nothing.
+        ConnectionLost: the host is not known, or nobody listens there.
+        DeadlineError: there is no answer.
         ProtocolError: what greets there is no daemon.
     """
     host, port = tcp_place(address)
@@ -143,6 +142,8 @@ def reach(address: str, *, timeout: float, stop: int) -> str:
         name, _ = socket.getnameinfo(place, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
         return f"tcp://[{name}]:{port}" if family == socket.AF_INET6 else f"tcp://{name}:{port}"
     assert trouble is not None
+    if trouble.errno == errno.ETIMEDOUT:
+        raise DeadlineError(f"no answer from {address} within {timeout:g} s: no such host, or a firewall before it")
     hint = _TCP_HINTS.get(trouble.errno or 0, "")
     raise ConnectionLost(f"no daemon at {address}: {trouble.strerror}" + (hint and f" ({hint})"))
 

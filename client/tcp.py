@@ -12,6 +12,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from socket import gethostname
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -256,7 +257,7 @@ class RemoteSession:
         lanes = Lanes()
         try:
             control = lanes.add(Lane(context, endpoint, silence=CONTROL_SILENCE, limit=protocol.DAEMON_LIMIT))
-            control.send(Hello(stream=stream, transport="tcp", client=f"pid {os.getpid()}"))
+            control.send(Hello(stream=stream, transport="tcp", client=f"pid {os.getpid()} on {gethostname()}"))
             welcome = _handshake(address, lanes, Opening(address, timeout), stop)
             _expect_tcp(address, welcome)
             session = cls(address, welcome, lanes, control)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import http.server
@@ -331,6 +332,20 @@ def test_a_web_server_at_the_port_is_told_from_a_daemon(monkeypatch: pytest.Monk
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as sock:
+        sock.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+def test_a_daemon_may_have_an_ipv6_address(socket_file: Path) -> None:
+    with ScriptedDaemon(socket_file, endpoint="tcp://[::1]:*") as daemon, open_loader(daemon.tcp_address) as loader:
+        assert daemon.tcp_address.startswith("tcp://[::1]:")
+        check_epoch(loader, 0)
 
 
 def test_a_refusal_becomes_the_error_that_it_names(socket_file: Path) -> None:
