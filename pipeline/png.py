@@ -28,6 +28,17 @@ def exif_after_pixels(data: bytes) -> bytes | None:
     return next((b"Exif\0\0" + bytes(content) for kind, content in chunks(data) if kind == b"eXIf"), None)
 
 
+def without_profile(data: bytes) -> bytes:
+    """The PNG without its colour profile."""
+    parts, at = [data[:_SIGNATURE]], _SIGNATURE
+    for kind, content in chunks(data):
+        end = at + 12 + len(content)
+        if kind != b"iCCP":
+            parts.append(data[at:end])
+        at = end
+    return b"".join(parts)
+
+
 def damaged_pixels(data: bytes) -> bool:
     """Whether a chunk of the compressed pixels does not match its checksum. Pillow does not look at these."""
     view, at = memoryview(data), _SIGNATURE

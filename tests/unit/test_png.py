@@ -5,7 +5,7 @@ import zlib
 
 import numpy as np
 import pytest
-from pictures import chunk, encode, exif, noise, with_chunk
+from pictures import chunk, encode, exif, noise, quadrants, with_chunk
 from PIL import Image
 
 from headrace.pipeline import png
@@ -71,3 +71,13 @@ def test_pixels_that_do_not_match_their_checksum_are_damaged() -> None:
     # Other chunks are none of its business, nor is a checksum that is not there.
     assert not png.damaged_pixels(data[: start + 4 + length + 2])
     assert not png.damaged_pixels(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def test_a_profile_can_be_left_out_and_nothing_else_goes_with_it() -> None:
+    plain = encode(quadrants())
+    exif_too = with_chunk(plain, b"eXIf", b"MM\0*", before=b"IDAT")
+    for data in (plain, exif_too):
+        assert png.without_profile(data) == data
+        assert png.without_profile(with_chunk(data, b"iCCP", b"x\0\1no", before=b"IDAT")) == data
+    cut = with_chunk(plain, b"iCCP", b"x\0\1no", before=b"IDAT")[:-30]
+    assert png.without_profile(cut) == plain[:-30]
