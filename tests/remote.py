@@ -31,6 +31,13 @@ class RemoteClient:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.control = self.connect()
         self.lanes = [self.connect(unread) for _ in range(lanes)]
+        try:
+            self._join(stream)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, stream: str | None) -> None:
         self.say(Hello(stream=stream, transport="tcp", client="raw"))
         welcome = self.told(Welcome)
         assert isinstance(welcome, Welcome)
