@@ -32,16 +32,18 @@ class Proxy:
     Args:
         address: `tcp://127.0.0.1:PORT`.
         pace: bytes a second, of each connection to the client; None: all at once.
+        cut_after: bytes to the client after which a connection ends; None: never.
 
     Attributes:
         address: where it listens.
         stretches: every connection so far, in order.
     """
 
-    def __init__(self, address: str, *, pace: float | None = None) -> None:
+    def __init__(self, address: str, *, pace: float | None = None, cut_after: int | None = None) -> None:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self._to = host, int(port)
         self._pace = pace
+        self._cut_after = cut_after
         self.stretches: list[Stretch] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -111,4 +113,6 @@ class Proxy:
             stretch.brought += len(data)
             if self._pace is not None:
                 time.sleep(len(data) / self._pace)
+            if self._cut_after is not None and stretch.brought > self._cut_after:
+                return False
         return bool(data)
