@@ -262,7 +262,7 @@ def test_a_picture_that_was_convicted_after_it_was_judged_is_judged_again(
 def test_a_picture_that_hangs_workers_is_convicted(many: Callable[[int], Path], home: Path) -> None:
     folder = many(10)
     worsen(folder, 2, HANG)
-    listed = found(write(home, folder, backend="fake"), hang_timeout=1.5)
+    listed = found(write(home, folder, backend="fake"), hang_timeout=2.5)
     assert [(row[1], row[3]) for row in listed] == [(2, "worker")]
     assert "hung" in listed[0][4]
 

@@ -113,7 +113,8 @@ def rejected(config: Path, epochs: int) -> list[Rows]:
 def test_what_is_listed_is_what_a_run_rejects_in_every_epoch(
     mixed: Path, home: Path, chunk: int, processes: int, serving: int
 ) -> None:
-    streams = {"train": stream(mixed, chunk=chunk, seed=chunk, decode=LIMITS)}
+    # Scaled decoding passes over rows and frequencies, but over no damage.
+    streams = {"train": stream(mixed, chunk=chunk, seed=chunk, decode=LIMITS | {"dct_scaling": chunk == 7})}
     out, _ = verify(write(home, streams, workers={"processes": processes}), status=1)
     listed = rows(out)
     assert len(listed) == len(bad_files(b"")) and {row[3] for row in listed} == {"read", "probe", "decode"}
@@ -142,17 +143,6 @@ def test_over_the_hard_samples_it_lists_what_has_to_be_rejected_and_what_a_run_r
 def ls(config: Path) -> list[str]:
     done = subprocess.run([*HEADRACE, "ls", str(config), "train"], capture_output=True, timeout=60, check=True)
     return done.stdout.decode().splitlines()
-
-
-def test_the_list_is_the_same_for_any_number_of_workers_and_has_the_paths_of_ls(mixed: Path, home: Path) -> None:
-    texts = set()
-    for processes in (1, 3):
-        config = write(home, {"train": stream(mixed, decode=LIMITS)}, workers={"processes": processes})
-        texts.add(verify(config, status=1)[0])
-    (text,) = texts
-    lines = {int(line.split("\t")[0]): line.split("\t")[2] for line in ls(config)}
-    assert all(lines[row[1]] == row[2] for row in rows(text))
-    assert [row[1] for row in rows(text)] == sorted(row[1] for row in rows(text))
 
 
 def test_a_list_and_shards_of_the_files_are_judged_line_by_line_as_the_folder_is(mixed: Path, home: Path) -> None:
@@ -198,12 +188,15 @@ def test_a_data_set_of_bad_files_only_is_listed_whole(home: Path) -> None:
     assert len(rows(verify(config, status=1)[0])) == len(bad_files(b""))
 
 
-def test_with_o_the_list_goes_to_the_file_alone(mixed: Path, home: Path) -> None:
+def test_with_o_the_list_goes_to_the_file_alone_and_has_the_paths_of_ls(mixed: Path, home: Path) -> None:
     config = write(home, {"train": stream(mixed, decode=LIMITS)})
     printed, _ = verify(config, status=1)
     out, err = verify(config, "-o", home / "rejects.csv", status=1)
     assert out == ""
     assert (home / "rejects.csv").read_text() == printed
+    listed = rows(printed)
+    lines = {int(line.split("\t")[0]): line.split("\t")[2] for line in ls(config)}
+    assert [(row[1], row[2]) for row in listed] == [(i, lines[i]) for i in sorted(row[1] for row in listed)]
     count = len(bad_files(b""))
     (said,) = re.findall(r"stream train: (\d+) samples, found: (.*)", err)
     assert int(said[0]) == 24 + count
@@ -218,7 +211,6 @@ def test_all_streams_are_verified_or_the_one_that_is_named(mixed: Path, photos: 
     # Without limits two files less are bad.
     assert sum(row[0] == "bad" for row in every) == sum(row[0] == "again" for row in every) + 2
     assert rows(verify(config, "--stream", "again", status=1)[0]) == [row for row in every if row[0] == "again"]
-    assert rows(verify(config, "--stream", "good", status=0)[0]) == []
 
 
 def test_a_wrong_configuration_or_stream_is_status_2(photos: Path, home: Path) -> None:
