@@ -25,6 +25,9 @@ DECODED = (
     "TGA",
 )
 
+#: Decoded where an extra is installed.
+HEIF = "HEIF"
+
 _PATTERNS: tuple[tuple[str, bytes], ...] = (
     ("JPEG", rb"\xff\xd8\xff"),
     ("PNG", rb"\x89PNG\r\n\x1a\n"),
@@ -41,7 +44,10 @@ _PATTERNS: tuple[tuple[str, bytes], ...] = (
 )
 
 _OTHERS: tuple[tuple[str, bytes], ...] = (
-    ("JPEG XL", rb"\xff\x0a|\0\0\0\x0cJXL \r\n\x87\n"),
+    (
+        "JPEG XL (whose decoders for Pillow make all pixels before they say how many there are)",
+        rb"\xff\x0a|\0\0\0\x0cJXL \r\n\x87\n",
+    ),
     ("JPEG XR", rb"II\xbc"),
     ("OpenEXR", rb"\x76\x2f\x31\x01"),
     ("Radiance HDR", rb"#\?(RADIANCE|RGBE)"),
@@ -81,7 +87,7 @@ _TGA_END = b"TRUEVISION-XFILE.\0"  # version 2; version 1 has no mark, and nearl
 
 
 def sniff(data: bytes) -> tuple[str | None, str]:
-    """`(format, description)`: the format is one of `DECODED`, or None where Headrace does not decode it.
+    """`(format, description)`: the format is one of `DECODED`, `HEIF`, or None where Headrace does not decode it.
 
     The description is what the bytes are, as well as can be told: "JPEG XL", "text: 'not a pict'".
     """
@@ -105,7 +111,7 @@ def _box_file(data: bytes) -> tuple[str | None, str]:
     if b"avif" in brands or b"avis" in brands:
         return "AVIF", "AVIF"
     if _HEIC.intersection(brands) or brands[0] in (b"mif1", b"msf1"):
-        return None, "HEIC"
+        return HEIF, "HEIC"
     return None, f"MP4 or another file of boxes (brand {ascii_of(brands[0])})"
 
 

@@ -22,7 +22,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from headrace.pipeline import jpeg, png
+from headrace.pipeline import heif, jpeg, png
 from headrace.pipeline.geometry import Colour
 from headrace.pipeline.probe import BadPicture, Picture, pillow_quiet
 from headrace.pipeline.transforms import Params
@@ -75,6 +75,8 @@ class PillowBackend:
 
     def __init__(self) -> None:
         self.render_id = f"pillow/{PIL.__version__}/libjpeg-turbo-{features.version('libjpeg_turbo')}"
+        if (plugin := heif.version()) is not None:
+            self.render_id += f"/pillow-heif-{plugin}"
 
     def render(
         self,

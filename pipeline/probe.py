@@ -30,8 +30,8 @@ from PIL import (  # noqa: F401
     WebPImagePlugin,
 )
 
-from headrace.pipeline import jpeg, png
-from headrace.pipeline.formats import DECODED, sniff
+from headrace.pipeline import heif, jpeg, png
+from headrace.pipeline.formats import DECODED, HEIF, sniff
 
 if TYPE_CHECKING:
     from headrace.pipeline.spec import Decode
@@ -102,20 +102,36 @@ def probe(data: bytes, decode: Decode) -> Picture:
     kind, what = sniff(data)
     if kind is None:
         raise BadPicture("probe", _not_decoded(data, what))
+    if kind == HEIF and heif.version() is None:
+        raise BadPicture(
+            "probe", f"{what}, which is decoded where the extra {heif.EXTRA} is installed, and here it is not"
+        )
     with pillow_quiet(decode.max_pixels):
         try:
-            factory, _ = Image.OPEN[kind]
-            image = factory(io.BytesIO(data), b"")
+            image = _opened(kind, data)
         except Exception as error:
             raise BadPicture("probe", _broken(kind, data, error, decode.max_pixels)) from error
         name = image.format or kind
         width, height = image.size
         _check_size(name, width, height, decode.max_pixels)
-        orientation = 1 if kind == "TIFF" else _orientation(image, data)
+        orientation = 1 if kind in ("TIFF", HEIF) else _orientation(image, data)  # these come upright
     if orientation >= 5:
         width, height = height, width
     reducible = decode.dct_scaling and kind == "JPEG" and jpeg.reducible(data)
     return Picture(data, name, height, width, orientation, image, reducible)
+
+
+def _opened(kind: str, data: bytes) -> ImageFile.ImageFile:
+    if kind == HEIF:
+        return heif.opened(data)
+    factory = Image.OPEN[kind][0]
+    try:
+        return factory(io.BytesIO(data), b"")
+    except Exception:
+        if kind != "PNG" or b"iCCP" not in data:
+            raise
+        # Profiles are ignored, so a damaged one must not cost the picture.
+        return factory(io.BytesIO(png.without_profile(data)), b"")
 
 
 @contextmanager

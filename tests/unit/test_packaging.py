@@ -104,7 +104,7 @@ def test_changelog_package_and_project_have_the_same_version() -> None:
 
 
 def test_the_extras_have_their_names() -> None:
-    assert set(PROJECT["project"]["optional-dependencies"]) == {"torch", "dali", "dali-cuda12", "demo", "dev"}
+    assert set(PROJECT["project"]["optional-dependencies"]) == {"torch", "heif", "dali", "dali-cuda12", "demo", "dev"}
 
 
 def test_every_requirement_is_pinned() -> None:

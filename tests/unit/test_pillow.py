@@ -545,7 +545,9 @@ def test_the_pixels_of_a_rendered_picture_are_given_back() -> None:
 
 
 def test_the_render_id_names_the_libraries() -> None:
-    assert re.fullmatch(r"pillow/\d+\.\d+\.\d+\S*/libjpeg-turbo-\d+\.\d+\.\d+", PillowBackend().render_id)
+    assert re.fullmatch(
+        r"pillow/\d+\.\d+\.\d+\S*/libjpeg-turbo-\d+\.\d+\.\d+(/pillow-heif-[\d.]+)?", PillowBackend().render_id
+    )
 
 
 # the extra samples
