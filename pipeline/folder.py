@@ -22,11 +22,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import DatasetError
 from headrace.pipeline import files
-from headrace.pipeline.files import UNUSABLE, Reporter, ending, ending_shown
-from headrace.pipeline.files import Progress as Progress
-from headrace.pipeline.files import reason_of as reason_of
-from headrace.pipeline.files import some as some
-from headrace.pipeline.files import tally as tally
+from headrace.pipeline.files import UNUSABLE, Progress, Reporter, ending, ending_shown, reason_of, some, tally
 from headrace.pipeline.index import Ints, Labels, Listing, Paths, settled, shown
 from headrace.pipeline.spec import Dataset
 

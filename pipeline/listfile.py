@@ -58,25 +58,11 @@ def list_file(dataset: Dataset, progress: Progress | None = None) -> Listing:
                 if number % _TICK == 0:
                     report(number, 0)
         after = os.fstat(fd)
-    bad.check()
     if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
         bad.refuse("was changed while it was read; try again")
+    bad.check()
     chosen = taken.chosen()
-    found = len(chosen.lines)
-    if not dataset.allow_missing:  # else only the disk knows which are the first
-        chosen.limit(dataset.limit)
-    left_out = chosen.measure(root, report)
-    named = [(f"line {chosen.lines[i]}, {shown(chosen.path(i))}", why) for i, why in left_out]
-    if left_out and not dataset.allow_missing:
-        for i, why in left_out:
-            bad.add(int(chosen.lines[i]), f"{shown(chosen.path(i))}: {why}")
-        bad.check(", for what they name cannot be a sample (`allow_missing: true` leaves such lines out)")
-    elif left_out:
-        if len(left_out) == len(chosen.lines):
-            bad.refuse(f"none of the files that it names can be a sample; {': '.join(named[0])}")
-        chosen.leave_out([i for i, _ in left_out])
-        found = len(chosen.lines)
-    chosen.limit(dataset.limit)
+    left_out = _settle(dataset, root, chosen, bad, report)
     return Listing(
         root=root,
         classes=chosen.classes,
@@ -90,7 +76,7 @@ def list_file(dataset: Dataset, progress: Progress | None = None) -> Listing:
         columns=taken.texts.columns,
         texts=chosen.texts,
         counts=dict(taken.counts + Counter(why for _, why in left_out)),
-        notices=list(_notices(dataset, taken, chosen, named, found)),
+        notices=list(_notices(dataset, taken, chosen, left_out)),
     )
 
 
@@ -249,13 +235,18 @@ def _components(path: bytes) -> list[bytes]:
 
 @dataclass(slots=True)
 class _Chosen:
-    """The lines that are to be samples."""
+    """The lines that are to be samples.
+
+    Attributes:
+        found: how many there were before `limit`.
+    """
 
     lines: Ints
     paths: Paths
     labels: Labels
     classes: list[str]
     texts: Paths | None
+    found: int = 0
     sizes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     mtimes_ns: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -288,6 +279,8 @@ class _Chosen:
         return left_out
 
     def leave_out(self, numbers: list[int]) -> None:
+        if not numbers:
+            return
         keep = np.ones(len(self.lines), bool)
         keep[numbers] = False
         self.lines, self.sizes, self.mtimes_ns = self.lines[keep], self.sizes[keep], self.mtimes_ns[keep]
@@ -295,19 +288,42 @@ class _Chosen:
         self.texts = self.texts and self.texts.kept(keep)
 
     def limit(self, count: int | None) -> None:
+        self.found = len(self.lines)
         self.lines, self.sizes, self.mtimes_ns = self.lines[:count], self.sizes[:count], self.mtimes_ns[:count]
         self.paths, self.labels = self.paths.first(count), self.labels.first(count)
         self.texts = self.texts and self.texts.first(count)
 
 
-def _notices(
-    dataset: Dataset, taken: _Taken, chosen: _Chosen, left_out: list[tuple[str, str]], found: int
-) -> Iterator[str]:
+def _settle(dataset: Dataset, root: bytes, chosen: _Chosen, bad: BadLines, report: Reporter) -> list[tuple[str, str]]:
+    """Measure the files, and hold to `allow_missing` and `limit`.
+
+    Returns:
+        What was left out, and why.
+
+    Raises:
+        DatasetError: a file cannot be a sample and that is not allowed, or none can.
+    """
+    if not dataset.allow_missing:
+        chosen.limit(dataset.limit)
+        for i, why in chosen.measure(root, report):
+            bad.add(int(chosen.lines[i]), f"{shown(chosen.path(i))}: {why}")
+        bad.check(", for what they name cannot be a sample (`allow_missing: true` leaves such lines out)")
+        return []
+    left_out = chosen.measure(root, report)
+    named = [(f"line {chosen.lines[i]}, {shown(chosen.path(i))}", why) for i, why in left_out]
+    if len(named) == len(chosen.lines):
+        bad.refuse(f"none of the files that it names can be a sample; {': '.join(named[0])}")
+    chosen.leave_out([i for i, _ in left_out])
+    chosen.limit(dataset.limit)
+    return named
+
+
+def _notices(dataset: Dataset, taken: _Taken, chosen: _Chosen, left_out: list[tuple[str, str]]) -> Iterator[str]:
     yield from files.notices(left_out)
     if counted := tally(taken.counts):
         yield f"left out by ending: {counted}"
     by_name = Counter(name.strip() for name in chosen.classes)
     if alike := [show(name) for name, count in by_name.items() if count > 1]:
         yield f"classes that differ only in blanks around their names: {', '.join(alike[:10])}"
-    if dataset.limit is not None and dataset.limit < found:
-        yield f"limit: the first {dataset.limit} of {found} samples"
+    if dataset.limit is not None and dataset.limit < chosen.found:
+        yield f"limit: the first {dataset.limit} of {chosen.found} samples"

@@ -16,16 +16,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 from trainer import whole_lines
 
 from headrace.ping import ping
 from headrace.pipeline.backend import make
 from headrace.pipeline.dataset import open_index
+from headrace.pipeline.index import Index
 from headrace.pipeline.render import ChunkRenderer
 from headrace.pipeline.spec import Config
 from headrace.protocol import Pong, StreamStatus
-from headrace.slots import Ring, Status
+from headrace.slots import Ring, SlotView, Status
+
+#: Index, label and digest of a picture. The label is a number, a list of them, or a text.
+Row = tuple[int, Any, str]
 
 _TRAINER = Path(__file__).with_name("trainer.py")
 _START_TIMEOUT = 60.0
@@ -193,7 +198,7 @@ class Trainer:
     def batches(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in whole_lines(self.record)]
 
-    def rows(self) -> list[tuple[int, int, str]]:
+    def rows(self) -> list[Row]:
         """`(index, label, digest of the picture)` of every valid row, in the order of their delivery."""
         return [
             row
@@ -219,15 +224,15 @@ class Truth:
     config: Path
     cache: Path
     name: str = "train"
-    _epochs: dict[int, list[tuple[int, int, str]]] = field(default_factory=dict)
+    _epochs: dict[int, list[Row]] = field(default_factory=dict)
 
-    def rows(self, epoch: int) -> list[tuple[int, int, str]]:
+    def rows(self, epoch: int) -> list[Row]:
         """`(index, label, digest)` by position, rejects left out."""
         if epoch not in self._epochs:
             self._epochs[epoch] = self._render(epoch)
         return self._epochs[epoch]
 
-    def _render(self, epoch: int) -> list[tuple[int, int, str]]:
+    def _render(self, epoch: int) -> list[Row]:
         config = Config.load(self.config)
         spec = config.streams[self.name]
         index = open_index(spec.dataset, self.cache)
@@ -241,7 +246,7 @@ class Truth:
             for row in range(renderer.rows(chunk)):
                 if view.status[row] == Status.OK:
                     digest = hashlib.sha256(view.images[row]).hexdigest()[:16]
-                    rows.append((int(view.indices[row]), int(view.labels[row]), digest))
+                    rows.append((int(view.indices[row]), label(index, view, row), digest))
         del view
         ring.close()
         backend.close()
@@ -249,7 +254,14 @@ class Truth:
         return rows
 
 
-def merged(trainers: list[Trainer]) -> list[tuple[int, int, str]]:
+def label(index: Index, view: SlotView, row: int) -> Any:
+    """Of a row, as a trainer gets it."""
+    if index.labels_text:
+        return msgspec.msgpack.decode(index.text_row(int(view.indices[row])))[0]
+    return view.labels[row].tolist()
+
+
+def merged(trainers: list[Trainer]) -> list[Row]:
     """The valid rows of all ranks in the order of the epoch: step after step, rank after rank."""
     steps = zip(*(trainer.batches for trainer in trainers), strict=True)
     rows = []

@@ -70,7 +70,7 @@ def described(batch: Batch, state: dict[str, Any]) -> dict[str, Any]:
         "epoch": batch.epoch,
         "step": batch.step,
         "indices": batch.indices.tolist(),
-        "labels": labels.tolist(),
+        "labels": labels if isinstance(labels, list) else labels.tolist(),
         "valid": batch.valid.tolist(),
         "pictures": [hashlib.sha256(image).hexdigest()[:16] for image in images],
         "rejects": [[reject.index, reject.position, reject.stage] for reject in batch.rejects],
