@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import pytest
 
-from headrace.pipeline import files
 from headrace.pipeline.files import Reporter, ending, notices, some, tally
 
 
@@ -39,7 +39,7 @@ def test_ten_names_are_named_and_the_others_counted() -> None:
 
 def test_progress_is_told_now_and_then_and_at_the_end_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(files.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     seen: list[tuple[int, int]] = []
     report = Reporter(lambda done, total: seen.append((done, total)))
     for step, args in [

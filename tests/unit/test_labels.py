@@ -236,7 +236,7 @@ def rows(texts: Texts) -> list[Any]:
 def test_values_come_back_as_they_were() -> None:
     texts = Texts(labels=True)
     assert [texts.column(name) for name in ("b", "a", "b")] == [0, 1, 0] and texts.columns == ["b", "a"]
-    values = [["x", None, -(1 << 63)], ["é", [1, {"k": True}], 0.1]]
+    values: list[list[Any]] = [["x", None, -(1 << 63)], ["é", [1, {"k": True}], 0.1]]
     for value in values:
         texts.add(value)
     assert rows(texts) == values

@@ -433,11 +433,11 @@ def test_a_file_of_any_name_is_listed_from_csv_and_from_json_with_its_label(
         form: dict[str, Any] = data.draw(st.sampled_from([{}, {"lineterminator": "\n", "quoting": csv.QUOTE_ALL}]))
         csv.writer(out, **form).writerows([["label", "path"], *zip(labels, texts, strict=True)])
         lines = jsonl(*({"path": text, "label": label} for text, label in zip(texts, labels, strict=True)))
-        for file in (
+        for list_ in (
             write(root, out.getvalue().encode("utf-8", "surrogateescape"), "l.csv"),
             write(root, lines, "l.jsonl"),
         ):
-            listing = listed(file)
+            listing = listed(list_)
             assert pieces(listing.paths) == names
             assert listing.sizes.tolist() == [len(name) for name in names]
             assert listing.labels.values.tolist() == labels
@@ -590,7 +590,12 @@ def test_a_list_that_may_still_be_changing_proves_nothing(root: Path, opened: An
 def test_other_roots_and_options_are_other_indexes(root: Path, home: Path, opened: Any) -> None:
     shutil.copytree(root, home / "copy")
     file = write(home, "path,label\na.jpg,1\n")
-    made = [{"root": root}, {"root": home / "copy"}, {"root": root, "labels": "class"}, {"root": root, "limit": 1}]
+    made: list[dict[str, Any]] = [
+        {"root": root},
+        {"root": home / "copy"},
+        {"root": root, "labels": "class"},
+        {"root": root, "limit": 1},
+    ]
     assert len({opened(file, **options).file for options in made}) == 4
     assert len({opened(file, **options).data_fingerprint for options in made}) == 2
 
