@@ -110,7 +110,7 @@ def probe(data: bytes, decode: Decode) -> Picture:
         try:
             image = _opened(kind, data)
         except Exception as error:
-            raise BadPicture("probe", _broken(kind, data, error, decode.max_pixels)) from error
+            raise BadPicture("probe", _broken(what, data, error, decode.max_pixels)) from error
         name = image.format or kind
         width, height = image.size
         _check_size(name, width, height, decode.max_pixels)
