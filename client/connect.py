@@ -130,7 +130,12 @@ def reach(address: str, *, timeout: float, stop: int) -> str:
     trouble: OSError | None = None
     for left, (family, kind, protocol, _, place) in zip(range(len(found), 0, -1), found, strict=True):
         share = (deadline - time.monotonic()) / left
-        with socket.socket(family, kind, protocol) as sock:
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as error:  # a host without IPv6, for one
+            trouble = error
+            continue
+        with sock:
             try:
                 _connect(sock, place, time.monotonic() + share, stop)
             except OSError as error:

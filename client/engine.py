@@ -139,9 +139,11 @@ class Engine:
             raise refusal.error from None
         finally:
             if self._session is None:
-                self._context.term()
+                self._context.destroy(0)  # `term` would wait for sockets that an interrupt has left open
         #: The first session's; later ones must agree with it.
         self.welcome = self._session.welcome
+        #: How rows come, or came last.
+        self.transport = self.welcome.transport
         self.render_ids = {self.welcome.render_id}
         self._address = self._session.address
         self._window = self.welcome.window
@@ -273,7 +275,7 @@ class Engine:
         finally:
             if self._session is not None:
                 self._session.close()
-            self._context.term()
+            self._context.destroy(0)
 
     def _attempt(self) -> HeadraceError | None:
         """A turn, or what went wrong in it."""
@@ -453,6 +455,7 @@ class Engine:
             raise
         log.info("connected to the daemon at %s again (pid %d)", session.address, session.welcome.pid)
         self._session, self._address, self._window = session, session.address, session.welcome.window
+        self.transport = session.welcome.transport
         self._pause = _BACKOFF[0]
 
     def _fail(self, error: HeadraceError) -> None:

@@ -274,7 +274,7 @@ class Loader:
             the time inside `next()` over all time.
         """
         return {
-            "transport": self._welcome.transport,
+            "transport": self._engine.transport,
             "render_ids": sorted(self._engine.render_ids),
             "epochs": {
                 number: asdict(e.counts)

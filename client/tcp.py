@@ -85,10 +85,10 @@ class Lane:
     """
 
     def __init__(self, context: Context, endpoint: str, *, silence: int, limit: int) -> None:
-        place = f"inproc://lane-{next(_numbers)}"
         self.socket = context.socket(zmq.DEALER)
-        self.monitor = context.socket(zmq.PAIR)
+        self.monitor = self.socket
         try:
+            self.monitor = context.socket(zmq.PAIR)
             self.socket.linger = self.monitor.linger = 0
             # What was asked for is the bound; a full queue would block or lose a message.
             self.socket.sndhwm = self.socket.rcvhwm = 0
@@ -98,14 +98,19 @@ class Lane:
             self.socket.handshake_ivl = _HANDSHAKE
             self.socket.heartbeat_ivl = HEARTBEAT
             self.socket.heartbeat_timeout = self.socket.heartbeat_ttl = silence
+            place = f"inproc://lane-{next(_numbers)}"
             self.socket.monitor(place, _ENDS)
             self.monitor.connect(place)
-            self.socket.connect(endpoint)
-        except BaseException as error:
+            self._connect(endpoint)
+        except BaseException:
             self.close()
-            if isinstance(error, zmq.ZMQError):
-                raise ProtocolError(f"the daemon names the endpoint {endpoint}: {error}") from None
             raise
+
+    def _connect(self, endpoint: str) -> None:
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise ProtocolError(f"the daemon names the endpoint {endpoint}: {error}") from None
 
     def send(self, message: Message) -> None:
         try:
@@ -401,21 +406,22 @@ def ask_there(address: str, *, timeout: float, stop: int) -> Message:
     deadline = time.monotonic() + timeout
     endpoint = reach(address, timeout=timeout, stop=stop)
     lanes = Lanes()
-    with zmq.Context() as context:
-        try:
-            lane = lanes.add(Lane(context, endpoint, silence=CONTROL_SILENCE, limit=protocol.DAEMON_LIMIT))
-            lane.send(Ping())
-            while (left := deadline - time.monotonic()) > 0:
-                heard, ready = lanes.wait(left, stop)
-                if stop in ready:
-                    raise Interrupted
-                for message, _ in heard.messages:
-                    return message
-                if heard.ended:
-                    raise ConnectionLost(f"{address}: the daemon ended the connection without an answer")
-            raise DeadlineError(f"{address}: the daemon does not answer within {timeout:g} s")
-        finally:
-            lanes.close()
+    context: Context = zmq.Context()
+    try:
+        lane = lanes.add(Lane(context, endpoint, silence=CONTROL_SILENCE, limit=protocol.DAEMON_LIMIT))
+        lane.send(Ping())
+        while (left := deadline - time.monotonic()) > 0:
+            heard, ready = lanes.wait(left, stop)
+            if stop in ready:
+                raise Interrupted
+            for message, _ in heard.messages:
+                return message
+            if heard.ended:
+                raise ConnectionLost(f"{address}: the daemon ended the connection without an answer")
+        raise DeadlineError(f"{address}: the daemon does not answer within {timeout:g} s")
+    finally:
+        lanes.close()
+        context.destroy(0)
 
 
 def lanes_wanted() -> int:

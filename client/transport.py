@@ -47,18 +47,21 @@ def open_session(
         ProtocolError: an answer that this version cannot take.
     """
     remote = scheme(address) == "tcp"
-    if transport == "tcp":
-        begin = RemoteSession.open if remote else RemoteSession.open_here
-        return begin(address, stream, context, timeout=timeout, stop=stop)
-    if remote:
+    if remote and transport != "tcp":
         unix = _on_this_host(address, timeout=timeout, stop=stop)
         if isinstance(unix, str):
-            return SharedSession.open(unix, stream, context, timeout=timeout, stop=stop)
-        if transport == "shm":
+            log.info("the daemon at %s is on this host, at %s: rows come through shared memory", address, unix)
+            address, remote = unix, False
+        elif transport == "shm":
             raise ConfigError(
                 f"transport: shm needs a daemon on this host, and the one at {address} is not: {unix}; use 'tcp'"
             )
+        else:
+            log.info("the daemon at %s is not on this host (%s): rows come over tcp", address, unix)
+    if remote:
         return RemoteSession.open(address, stream, context, timeout=timeout, stop=stop)
+    if transport == "tcp":
+        return RemoteSession.open_here(address, stream, context, timeout=timeout, stop=stop)
     return SharedSession.open(address, stream, context, timeout=timeout, stop=stop)
 
 
