@@ -29,6 +29,7 @@ from headrace.pipeline.transforms import (
     RandomVerticalFlip,
     Resize,
     Transform,
+    output_size,
     plan,
 )
 
@@ -163,6 +164,35 @@ def test_padding_after_resizing_is_as_torchvision_pads_it_in_its_colour(mode: st
     assert far(ours, theirs) <= 1
     ours[5:45, 3:53] = np.asarray(theirs)[5:45, 3:53]
     np.testing.assert_array_equal(ours, np.asarray(theirs))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_chain_that_is_accepted_shows_what_torchvision_shows_step_by_step(seed: int) -> None:
+    t = torchvision("transforms")
+    rng = np.random.default_rng(seed)
+    picture = noise(*(int(side) for side in rng.integers(4, 40, 2)))
+    accepted = 0
+    while accepted < 5:
+        fill = int(rng.choice([0, 77]))
+        ours: list[Transform] = []
+        theirs = []
+        for kind in rng.integers(0, 4, rng.integers(1, 6)):
+            numbers = rng.integers(0, 12, 4).tolist()
+            size = rng.integers(1, 44, 2).tolist()
+            made = [
+                (Pad(numbers, fill), t.Pad(numbers, fill)),
+                (CenterCrop(size), t.CenterCrop(size)),
+                (RandomHorizontalFlip(1.0), t.RandomHorizontalFlip(1.0)),
+                (RandomVerticalFlip(1.0), t.RandomVerticalFlip(1.0)),
+            ][kind]
+            ours.append(made[0])
+            theirs.append(made[1])
+        try:
+            output_size(ours)
+        except ValueError:
+            continue
+        accepted += 1
+        np.testing.assert_array_equal(show(encode(picture), ours), np.asarray(t.Compose(theirs)(picture)), str(ours))
 
 
 def test_a_random_crop_out_of_padding_is_a_copy_of_the_pixels() -> None:
