@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import io
 import struct
 import zlib
 from dataclasses import dataclass
@@ -40,7 +41,18 @@ class Kind:
 
 def make() -> dict[str, Kind]:
     """By path, KIND/NAME."""
-    return _jpeg() | _inks() | _upright() | _png() | _others() | _misnamed() | _damaged() | _no_picture() | _sizes()
+    return (
+        _jpeg()
+        | _inks()
+        | _upright()
+        | _png()
+        | _others()
+        | _misnamed()
+        | _damaged()
+        | _no_picture()
+        | _sizes()
+        | _heic()
+    )
 
 
 PICTURE = quadrants()
@@ -168,6 +180,7 @@ def _png() -> dict[str, Kind]:
         "png/interlaced.png": Kind(_raw_png(8, 2, [], True, _adam7(pixels)), tolerance=0),
         "png/gamma.png": Kind(with_chunk(plain, b"gAMA", struct.pack(">I", 100000), b"IDAT"), tolerance=0),
         "png/damaged-profile.png": Kind(with_chunk(plain, b"iCCP", profile, b"IDAT"), tolerance=0),
+        "png/profile-of-another-method.png": Kind(with_chunk(plain, b"iCCP", b"x\0\1no", b"IDAT"), tolerance=0),
         "png/animated.png": Kind(animated, tolerance=0),
     }
 
@@ -313,8 +326,8 @@ def _no_picture() -> dict[str, Kind]:
         "none/noise.jpg": bad(np.random.default_rng(0).bytes(4096), "begins with"),
         "none/mangled.jpg": bad(utf8, "UTF-8"),
         "none/video.jpg": bad(b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom" + bytes(100), "MP4"),
-        "none/phone.heic": bad(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100), "HEIC"),
-        "none/phone.jpg": bad(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100), "HEIC"),
+        "none/phone.heic": bad(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100), "HEI"),
+        "none/phone.jpg": bad(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100), "HEI"),
         "none/codestream.jxl": bad(b"\xff\x0a" + bytes(100), "JPEG XL"),
         "none/boxes.jxl": bad(b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(100), "JPEG XL"),
         "none/newline-before.jpg": bad(b"\n" + jpeg(), "begins with 0a ff d8"),
@@ -326,3 +339,15 @@ def _sizes() -> dict[str, Kind]:
     return {
         f"size/{h}x{w}.png": Kind(encode(Image.new("RGB", (w, h), RED)), (RED,) * 4, 0, size=(h, w)) for h, w in sizes
     }
+
+
+def _heic() -> dict[str, Kind]:
+    """Only where the extra is installed: nothing else writes it."""
+    try:
+        import pillow_heif
+    except ImportError:
+        return {}
+    file = io.BytesIO()
+    pillow_heif.from_pillow(PICTURE).save(file, quality=90)
+    data = file.getvalue()
+    return {"heic/named.heic": Kind(data), "heic/misnamed.jpg": Kind(data), "heic/cut.heif": bad(data[:-200], "HEI")}
