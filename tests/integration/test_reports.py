@@ -11,24 +11,22 @@ an empty last batch                          here; test_assembly
 the same order in each epoch                 here; test_loader_daemon
 the same random crops in each worker         here; test_equality
 subsets by ranks                             here
-a state in the middle of an epoch            test_equality, test_loader_iterating
+a state in the middle of an epoch            here; test_equality, test_loader_iterating
 what a killed daemon leaves                  test_kills, test_packaging: nothing under a name in /dev/shm
 errors that cannot cross a border            here; test_errors
 descriptors of kept batches                  test_loader_faults: a thousand kept batches need no descriptors
 classes without pictures                     here; test_layouts
 blanks, commas and line ends in names        here; test_listfile, test_cli
-dots in names                                here; test_shards
+dots in names                                here; test_shards: keys end at the first dot behind the last slash
 """
 
 from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import json
 import os
 import shutil
-import tarfile
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -384,43 +382,3 @@ def test_only_the_last_ending_of_a_files_name_is_its_ending(home: Path, capsys: 
         ["0", "train.v1/photo.jpg.jpg"],
         ["1", "val.v2/a.b.c.jpg"],
     ]
-
-
-def tar_of(file: Path, members: dict[str, bytes]) -> dict[str, Any]:
-    with tarfile.open(file, "w") as tar:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return {"shards": str(file)}
-
-
-def test_the_key_of_a_member_ends_at_the_first_dot_behind_the_last_slash(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shards = tar_of(home / "dots.tar", {"v1.0/a.jpg": JPEG, "v1.0/a.cls": b"3", "v1.1/a.jpg": JPEG, "v1.1/a.cls": b"4"})
-    assert [line[:2] for line in listing(shards, home, capsys)] == [
-        ["3", "dots.tar/v1.0/a.jpg"],
-        ["4", "dots.tar/v1.1/a.jpg"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("members", "named"),
-    [
-        ({"Track 2.0.jpg": JPEG, "Track 2.0.cls": b"1"}, "Track 2.0.jpg"),
-        ({"a.jpg": JPEG, "a.cls": b"1", "a.left.jpg": JPEG, "b.jpg": JPEG, "b.cls": b"2", "a.png": JPEG}, "a.png"),
-        ({"a.jpg": JPEG, "a.png": JPEG, "a.cls": b"1"}, "a.png"),
-        ({"a.jpg": JPEG, "a.cls": b"1", "b.jpg": JPEG}, "b.jpg"),
-        ({"a.jpg": JPEG, "a.cls": b"1", "b.cls": b"2"}, "b"),
-    ],
-    ids=["dot in the name", "key comes again", "two pictures", "no label", "no picture"],
-)
-def test_what_is_no_sample_of_a_tar_is_an_error_and_never_merged(
-    home: Path, members: dict[str, bytes], named: str
-) -> None:
-    config = home / "bad.yaml"
-    config.write_text(yaml.safe_dump({"streams": {"s": stream(tar_of(home / "bad.tar", members))}}))
-    with pytest.raises(DatasetError) as caught:
-        cli.app(["check", str(config)], standalone_mode=False)
-    assert f"bad.tar/{named}" in str(caught.value)
