@@ -613,14 +613,18 @@ def unfit(transforms: Sequence[Transform], height: int, width: int) -> str | Non
         height: of the picture after its EXIF orientation, at least 1.
         width: likewise.
     """
-    if all(type(transform).unfit is Transform.unfit for transform in transforms):
+    choosy = [i for i, transform in enumerate(transforms) if type(transform).unfit is not Transform.unfit]
+    if not choosy:
         return None
-    geometry = Geometry.whole(np.array([height]), np.array([width]))
-    for name, transform in named(transforms):
-        if why := transform.unfit(int(geometry.y.pixels[0]), int(geometry.x.pixels[0])):
+    geometry: Geometry | None = None
+    for i, (name, transform) in enumerate(named(transforms[: choosy[-1] + 1])):
+        if why := transform.unfit(height, width):
             return f"{name}: {why}"
-        # No draw decides a size.
-        geometry = transform.apply(geometry, np.zeros((1, transform.draws)))
+        if i < choosy[-1]:
+            geometry = geometry or Geometry.whole(np.array([height]), np.array([width]))
+            # No draw decides a size.
+            geometry = transform.apply(geometry, np.zeros((1, transform.draws)))
+            height, width = int(geometry.y.pixels[0]), int(geometry.x.pixels[0])
     return None
 
 
