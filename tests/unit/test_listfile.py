@@ -445,6 +445,43 @@ def test_a_file_of_any_name_is_listed_from_csv_and_from_json_with_its_label(
         shutil.rmtree(root)
 
 
+GOOD = (
+    b'path,label,note\r\na.jpg,1,"x, ""y"""\r\n"b.jpg",-2.5,\xc3\xa9\r\ndeep/../a.jpg,3e2,\r\n',
+    b'{"path": "a.jpg", "label": [1, 2.5], "k": {"z": null}}\n{"path": "b.jpg", "label": [-3, 4], "m": "\\u00e9"}\n',
+    b"path,label\na.jpg,x|y\nb.jpg,\n",
+)
+
+
+@given(
+    st.sampled_from(GOOD),
+    st.lists(st.tuples(st.integers(0, 120), st.integers(0, 3), st.binary(max_size=3)), max_size=4),
+    st.sampled_from(["l.csv", "l.jsonl", "l"]),
+    st.sampled_from(["auto", "class", "classes", "int", "float", "text"]),
+    st.booleans(),
+)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_list_is_a_listing_or_an_error_that_names_it(
+    root: Path, text: bytes, edits: list[tuple[int, int, bytes]], name: str, labels: str, allow: bool
+) -> None:
+    for at, length, new in edits:
+        text = text[:at] + new + text[at + length :]
+    file = write(root, text, name)
+    try:
+        listing = listed(file, labels=labels, allow_missing=allow)
+    except DatasetError as error:
+        assert str(error).startswith(shown(os.fsencode(file)))
+    else:
+        count = len(listing.paths)
+        assert count == len(listing.sizes) == len(listing.mtimes_ns) > 0
+        assert (
+            listing.texts is None
+            or [len(v) for v in values(listing)] == [len(listing.columns) + listing.labels.text] * count
+        )
+        Index.in_memory(listing, "key").close()
+    finally:
+        file.unlink()
+
+
 # -- files that cannot be samples -----------------------------------------------------------------------------------
 
 
