@@ -132,7 +132,15 @@ class Daemon:
         more: further keys of the configuration.
     """
 
-    def __init__(self, folder: Path, *, workers: int, stream: Mapping[str, Any] | None = None, **more: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        workers: int,
+        backend: str = "auto",
+        stream: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="headrace-bench-")
         home = Path(self._home.name)
         self.address = f"ipc://{home}/d.sock"
@@ -140,7 +148,7 @@ class Daemon:
         document = {
             "listen": self.address,
             "cache_dir": str(home / "cache"),
-            "workers": {"processes": workers},
+            "workers": {"processes": workers, "backend": backend},
             "streams": {"train": training_stream(folder) | dict(stream or {})},
             **more,
         }

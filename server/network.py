@@ -99,6 +99,7 @@ class Network:
         heard: called with this network, the identity of a peer and the frame that came from it.
         public: whether it takes in strangers, or only further connections of sessions that began elsewhere.
         crowded: says whether there are too many connections by now; then the one that came last is cut off.
+        threads: of ZeroMQ, among which connections are dealt out.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Network:
         *,
         public: bool,
         crowded: Callable[[], bool],
+        threads: range = range(1),
         timings: Timings = TIMINGS,
     ) -> None:
         self.public = public
@@ -120,7 +122,7 @@ class Network:
         self._busy: set[Lane] = set()
         self._ports: set[int] = set()
         self._connections: set[int] = set()
-        self._router = make_router(context)
+        self._router = make_router(context, threads=threads)
         router = self._router
         router.setsockopt(zmq.SNDHWM, _QUEUE)
         router.setsockopt(zmq.RCVHWM, _QUEUE)
@@ -272,9 +274,10 @@ class Network:
         self._router.close(_ms(_LINGER))
 
 
-def make_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+def make_router(context: zmq.Context[zmq.Socket[bytes]], *, threads: range) -> zmq.Socket[bytes]:
     """A ROUTER that says when a message cannot be sent, and takes none that is too large."""
     router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.AFFINITY, sum(1 << thread for thread in threads))
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it a message that does not fit vanishes
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.MAXMSGSIZE, protocol.CLIENT_LIMIT)

@@ -50,6 +50,7 @@ class Remote:
         loop: calls back for what arrives.
         sessions: is told what arrives.
         most: connections over tcp, whoever has them.
+        threads: of ZeroMQ, that copy into the kernel what goes over tcp.
     """
 
     def __init__(
@@ -58,12 +59,15 @@ class Remote:
         loop: Loop,
         sessions: Sessions,
         most: int,
+        *,
+        threads: range,
         timings: Timings,
     ) -> None:
         self._context = context
         self._loop = loop
         self._sessions = sessions
         self._most = most
+        self._threads = threads
         self._timings = timings
         self._members: dict[tuple[Network, bytes], Connection] = {}
         self._begun: set[Connection] = set()
@@ -149,6 +153,7 @@ class Remote:
             self._heard,
             public=public,
             crowded=lambda: self.connections > self._most,
+            threads=self._threads,
             timings=self._timings,
         )
 

@@ -138,10 +138,14 @@ class Service:
         self._stopped_by: signal.Signals | None = None
         self._served = False
         self._stopping = False
-        self._context = zmq.Context(_io_threads())
-        self._router = make_router(self._context)
+        # Small messages to this host have a thread of their own, so that they never wait behind somebody's megabytes.
+        threads = max(1, min(4, cpus.usable_cpus() // 2))
+        self._context = zmq.Context(1 + threads)
+        self._router = make_router(self._context, threads=range(1))
         self._router.setsockopt(zmq.SNDHWM, 0)  # a session's answers are bounded by its requests
-        self._remote = Remote(self._context, self._loop, self, self._descriptors // 2, timings)
+        self._remote = Remote(
+            self._context, self._loop, self, self._descriptors // 2, threads=range(1, 1 + threads), timings=timings
+        )
         self._instance = secrets.token_bytes(16)
         self._started = self._touched = time.monotonic()
 
@@ -307,7 +311,7 @@ class Service:
 
     def expel(self, connection: Connection, reason: str, message: protocol.Message | None = None) -> None:
         """The session is over for a reason of ours. Where its reader may be in the middle of a copy, leases stay."""
-        log.warning("%s: expelled: %s", connection.name, reason)
+        log.warning("%s: its session is ended: %s", connection.name, reason)
         connection.expelled = True
         self._by_token.pop(connection.token, None)
         self._say(connection, message or Goodbye(reason=reason))
@@ -568,7 +572,7 @@ class Service:
         if connection.expelled or connection.transport is None:
             return
         if not connection.transport.answer(message):
-            self.expel(connection, "an answer could not be sent")
+            self.expel(connection, "an answer could not be sent: it is gone, or takes nothing")
 
     # -- chunks -------------------------------------------------------------------------------------------------
 
@@ -582,7 +586,7 @@ class Service:
                 if connection is None or connection.transport is None or connection.expelled:
                     host.at.desk.release(delivery.session, delivery.request)  # it ended in this very turn
                 elif not connection.transport.deliver(delivery, host.at):
-                    self.expel(connection, "a chunk could not be sent")
+                    self.expel(connection, "a chunk could not be sent: it is gone, or takes nothing")
         while self._supervisor.idle and self._submit_one():
             pass
 
@@ -661,8 +665,3 @@ def _descriptors(workers: int, streams: int) -> int:
     if soft == resource.RLIM_INFINITY:
         soft = 1 << 20
     return max(UnixConnection.descriptors, soft - _KEPT - 4 * workers - 8 * streams)
-
-
-def _io_threads() -> int:
-    """Of ZeroMQ: what goes over tcp is copied into the kernel by them."""
-    return max(1, min(4, cpus.usable_cpus() // 2))
