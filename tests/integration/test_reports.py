@@ -223,6 +223,26 @@ def test_an_error_about_a_name_that_is_no_text_reaches_the_trainer(daemon: Daemo
     assert rf"{data}/named/z/caf\xe9.jpg: changed since it was indexed: it does not exist" in str(caught.value)
 
 
+def test_two_damaged_files_among_forty_photos_cost_two_pictures(extra_samples: Path, home: Path) -> None:
+    photos = sorted((extra_samples / "photos").glob("*/*"))[:40]
+    for i, file in enumerate(photos):
+        put(home / "data" / "ab"[i // 20] / f"{i}{file.suffix}", file.read_bytes())
+    for name in ("jpeg_truncated/cut_50pct.jpg", "jpeg_corrupt/bad_huffman_counts.jpg"):
+        put(home / "data" / "b" / f"30-{Path(name).name}", (extra_samples / "hard" / name).read_bytes())
+    listed = sorted((home / "data").glob("*/*"))
+    bad = [i for i, file in enumerate(listed) if "-" in file.name]
+    with Daemon(home, {"s": stream(home / "data", shuffle=True)}, workers=1, slots=3) as daemon:
+        with Trainer(daemon.address, home / "a.jsonl", batch_size=8, epochs=2) as trainer:
+            trainer.wait()
+        counted = daemon.log.read_text().count("bad picture: ")
+    for epoch in range(2):
+        batches = [batch for batch in trainer.batches if batch["epoch"] == epoch]
+        rows = [row for b in batches for row in zip(b["indices"], b["labels"], b["valid"], strict=True)]
+        assert sorted(rows) == [(i, int(i >= 20), True) for i in range(42) if i not in bad]
+        assert sorted(reject[0] for b in batches for reject in b["rejects"]) == bad
+    assert counted == 2
+
+
 # -- epochs and ranks -----------------------------------------------------------------------------------------
 
 
