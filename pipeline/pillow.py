@@ -186,7 +186,7 @@ def _missing_of_tiff(image: TiffImageFile, picture: Picture, tiles: Sequence[Any
         if any(b"\xff\xd9" not in picture.data[at : at + count] for at, count in zip(places, counts, strict=False)):
             return "TIFF whose JPEG data end before the picture does"
     # Strips or tiles that are not there at all: Pillow lists them, of planes that it reads by itself each.
-    planes = tags.get(_SAMPLES, 1) if tags.get(_PLANAR) == 2 and tiles[0].codec_name == "raw" else 1
+    planes = tags.get(_SAMPLES, 1) if tags.get(_PLANAR) == 2 and tiles and tiles[0].codec_name == "raw" else 1
     areas = {(tile.extents, tile.args if planes > 1 else None) for tile in tiles}
     covered = sum((x1 - x0) * (y1 - y0) for (x0, y0, x1, y1), _ in areas)
     if 0 < covered < image.width * image.height * planes:

@@ -43,6 +43,8 @@ MAX_LENGTH = 1 << 24
 
 _ORIENTATION = 0x0112
 
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # a worker is one of as many as there are cores
+
 
 class BadPicture(Exception):
     """A verdict on content: the bytes are there, and they are no picture that can be shown.
@@ -128,10 +130,18 @@ def _opened(kind: str, data: bytes) -> ImageFile.ImageFile:
     try:
         return factory(io.BytesIO(data), b"")
     except Exception:
-        if kind != "PNG" or b"iCCP" not in data:
-            raise
-        # Profiles are ignored, so a damaged one must not cost the picture.
-        return factory(io.BytesIO(png.without_profile(data)), b"")
+        # Profiles are ignored and damaged EXIF too, so neither must cost the picture.
+        if kind == "PNG" and b"iCCP" in data:
+            return factory(io.BytesIO(png.without_profile(data)), b"")
+        if kind == "AVIF" and b"Exif" in data:
+            return factory(io.BytesIO(_without_exif(data)), b"")
+        raise
+
+
+def _without_exif(avif: bytes) -> bytes:
+    # An item of a type that nobody knows is passed over. Types stand before the data.
+    pixels = avif.find(b"mdat")
+    return avif[:pixels].replace(b"Exif", b"skip") + avif[pixels:]
 
 
 @contextmanager

@@ -75,6 +75,20 @@ def test_damaged_exif_counts_as_upright(cut: int) -> None:
     assert (picture.height, picture.width, picture.orientation) == (64, 96, 1)
 
 
+def test_exif_of_an_avif_does_not_cost_the_picture_nor_its_orientation() -> None:
+    block = exif(6)
+    block[0x0103] = 6  # Pillow leaves the orientation to the format, and keeps the rest
+    data = encode(stored(quadrants(), 6), "AVIF", exif=block)
+    at = data.rindex(b"MM\0*")
+    for start in (at, at + 4):
+        picture = look(data[:start] + b"\xff" * 8 + data[start + 8 :])
+        assert (picture.height, picture.width, picture.orientation) == (64, 96, 6)
+    # What EXIF says without the format's own rotation does not count.
+    upright = encode(quadrants(), "AVIF", exif=block)
+    said = upright.replace(b"\x01\x03\0\3\0\0\0\1\0\6", b"\x01\x12\0\3\0\0\0\1\0\6")
+    assert said != upright and look(said).orientation == 1
+
+
 def test_too_many_pixels_are_refused_with_both_numbers() -> None:
     data = encode(noise(10, 10))
     look(data, max_pixels=100)
