@@ -112,9 +112,15 @@ class Engine:
         timeout: seconds without progress after which a wait ends with an error.
         exact: whether every chunk must be rendered by what `Welcome` said.
 
-    Raises:
-        HeadraceError: what is wrong with the configuration, or the daemon cannot be reached.
+    Attributes:
+        welcome: the first session's; later ones must agree with it.
+        transport: how rows come, or came last.
+        render_ids: of what has rendered so far.
     """
+
+    welcome: Welcome
+    transport: str
+    render_ids: set[str]
 
     def __init__(
         self, locate: Locate, stream: str | None, transport: Transport, *, timeout: float, exact: bool
@@ -127,31 +133,8 @@ class Engine:
         self._pid = os.getpid()
         # The thread is rung at `wake`, and at `stop` in a handshake; the consumer at `ready`.
         self._wake, self._stop, self._ready = Bell(), Bell(), Bell()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._session: Session | None = None
-        try:
-            try:
-                self._session = self._open()
-            except ConnectionLost:
-                # A private daemon may be found in the moment in which it ends with its last session.
-                self._session = self._open()
-        except Refusal as refusal:
-            raise refusal.error from None
-        finally:
-            if self._session is None:
-                self._context.destroy(0)  # `term` would wait for sockets that an interrupt has left open
-        #: The first session's; later ones must agree with it.
-        self.welcome = self._session.welcome
-        #: How rows come, or came last.
-        self.transport = self.welcome.transport
-        self.render_ids = {self.welcome.render_id}
-        self._address = self._session.address
-        self._window = self.welcome.window
-        self._request = 0
-        self._outstanding: dict[int, Want] = {}
-        self._pause = _BACKOFF[0]
-        self._trouble = ""
-
+        self._opened = False
+        self._refused: BaseException | None = None
         self._closing = False
         self._current: tuple[Assembly, Form] | None = None
         self._lock = threading.Lock()
@@ -161,11 +144,28 @@ class Engine:
         self._progress = 0
         self._failure: tuple[Assembly | None, HeadraceError] | None = None
 
-        _engines.add(self)
+        self._session: Session | None = None
+        self._request = 0
+        self._outstanding: dict[int, Want] = {}
+        self._pause = _BACKOFF[0]
+        self._trouble = ""
         self._thread = threading.Thread(target=self._run, name="headrace-fetch", daemon=True)
-        self._thread.start()
 
     # -- the consumer's side --------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Find the daemon and begin a session, in the thread: there no interrupt can leave a socket half open.
+
+        Raises:
+            HeadraceError: what is wrong with the configuration, or the daemon cannot be reached.
+        """
+        _engines.add(self)
+        self._thread.start()
+        while not self._opened and self._refused is None:
+            self._ready.wait(_SLICE)
+        if self._refused is not None:
+            self._thread.join(_CLOSE)
+            raise self._refused
 
     def begin(self, assembly: Assembly, form: Form) -> None:
         """Fetch for this assembly from now on, and for no other. May be said again."""
@@ -234,7 +234,10 @@ class Engine:
         self._ready.ring()
         if threading.current_thread() is self._thread:
             return  # garbage is collected in any thread
-        self._thread.join(_CLOSE)
+        try:
+            self._thread.join(_CLOSE)
+        except RuntimeError:
+            return  # it was not started, or an interrupt came in its start: it finds that it is to end
         if self._thread.is_alive():
             log.error("the fetching thread does not end")
 
@@ -266,8 +269,10 @@ class Engine:
     # -- the thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._context = zmq.Context()
         try:
-            while not self._closing:
+            self._begin()
+            while self._opened and not self._closing:
                 if (error := self._attempt()) is not None:
                     self._fail(error)
         except Interrupted:
@@ -275,7 +280,29 @@ class Engine:
         finally:
             if self._session is not None:
                 self._session.close()
-            self._context.destroy(0)
+            self._context.term()
+            self._ready.ring()
+
+    def _begin(self) -> None:
+        """The first session, or why there is none."""
+        try:
+            try:
+                session = self._open()
+            except ConnectionLost:
+                # A private daemon may be found in the moment in which it ends with its last session.
+                session = self._open()
+        except Interrupted:
+            raise
+        except Refusal as refusal:
+            self._refused = refusal.error
+        except BaseException as error:
+            self._refused = error
+        else:
+            self.welcome = session.welcome
+            self.render_ids = {session.welcome.render_id}
+            self._take_up(session)
+            self._opened = True
+            self._ready.ring()
 
     def _attempt(self) -> HeadraceError | None:
         """A turn, or what went wrong in it."""
@@ -427,6 +454,10 @@ class Engine:
             address, self._stream, self._transport, self._context, timeout=self._timeout, stop=self._stop.fd
         )
 
+    def _take_up(self, session: Session) -> None:
+        self._session, self._address, self._window = session, session.address, session.welcome.window
+        self.transport = session.welcome.transport
+
     def _leave(self, reason: str) -> None:
         session, self._session = self._session, None
         if session is not None:
@@ -454,8 +485,7 @@ class Engine:
             session.close()
             raise
         log.info("connected to the daemon at %s again (pid %d)", session.address, session.welcome.pid)
-        self._session, self._address, self._window = session, session.address, session.welcome.window
-        self.transport = session.welcome.transport
+        self._take_up(session)
         self._pause = _BACKOFF[0]
 
     def _fail(self, error: HeadraceError) -> None:

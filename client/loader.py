@@ -135,6 +135,7 @@ class Loader:
         self._engine = Engine(locate, stream, cast(Transport, transport), timeout=timeout, exact=exact)
         self._finalizer = weakref.finalize(self, self._engine.close)
         try:
+            self._engine.open()
             welcome = self._engine.welcome
             self._welcome = welcome
             self._on_bad_sample = cast(OnBadSample, on_bad_sample or welcome.on_bad_sample)

@@ -265,10 +265,14 @@ class RemoteSession:
             control.send(Hello(stream=stream, transport="tcp", client=f"pid {os.getpid()} on {gethostname()}"))
             welcome = _handshake(address, lanes, Opening(address, timeout), stop)
             _expect_tcp(address, welcome)
-            session = cls(address, welcome, lanes, control)
-            session._attach(context, endpoint, range(1, lanes_wanted() + 1), timeout, stop)
         except BaseException:
             lanes.close()
+            raise
+        session = cls(address, welcome, lanes, control)
+        try:
+            session._attach(context, endpoint, range(1, lanes_wanted() + 1), timeout, stop)
+        except BaseException:
+            session.close()
             raise
         return session
 

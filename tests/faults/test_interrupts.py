@@ -77,3 +77,51 @@ def test_every_batch_is_handed_out_once_however_often_next_is_interrupted(
     interrupts, seen = json.loads(done.stdout)
     assert interrupts > 100
     assert seen == [[step // 50, step % 50 * 8] for step in range(len(seen))]
+
+
+MAKING = """
+import os, random, signal, sys, threading
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from scripted import ScriptedDaemon, wait_until
+from headrace import Loader
+
+pick = random.Random(4)
+made = interrupted = 0
+
+def interrupt(number, frame):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+with ScriptedDaemon(Path({socket!r})) as daemon:
+    address = daemon.address if {transport!r} == "shm" else daemon.tcp_address
+    before = None
+    while interrupted < 40:
+        loader = None
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.0001 + pick.random() * 0.02)
+            loader = Loader(address, batch_size=8, output="numpy", timeout=20, transport={transport!r})
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            made += 1
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        if loader is not None:
+            loader.close()
+        # This one and the daemon's; one that was interrupted in its start has still to find that it is to end.
+        wait_until(lambda: sum(thread.is_alive() for thread in threading.enumerate()) == 2)
+        if interrupted == 5:
+            before = len(os.listdir("/proc/self/fd"))
+    assert len(os.listdir("/proc/self/fd")) < before + 20
+sys.stdout.write("fine")
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_loader_whose_making_is_interrupted_leaves_nothing(tmp_path: Path, transport: str) -> None:
+    script = tmp_path / "making.py"
+    tests = str(Path(__file__).parents[1])
+    script.write_text(MAKING.format(tests=tests, socket=str(tmp_path / "s"), transport=transport))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "fine"), done.stderr

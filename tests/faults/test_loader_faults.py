@@ -256,7 +256,9 @@ def test_nobody_at_the_address_is_an_error_that_names_it(socket_file: Path) -> N
         Loader(f"ipc://{socket_file}", batch_size=8)
 
 
-@pytest.mark.parametrize("address", ["tcp://host", "tcp://host:0", "tcp://*:5555", "http://host", "ipc://", "ipc:///" + "x" * 200])
+@pytest.mark.parametrize(
+    "address", ["tcp://host", "tcp://host:0", "tcp://*:5555", "http://host", "ipc://", "ipc:///" + "x" * 200]
+)
 def test_an_address_that_cannot_be_is_an_error(address: str) -> None:
     with pytest.raises(ConfigError):
         Loader(address, batch_size=8)
@@ -266,6 +268,7 @@ def test_a_private_daemon_that_ends_while_it_is_found_is_looked_for_again(socket
     with ScriptedDaemon(socket_file) as daemon:
         addresses = iter([f"{daemon.address}.gone", daemon.address])
         engine = Engine(lambda *, timeout, stop: next(addresses), None, "auto", timeout=20, exact=False)
+        engine.open()
         assert engine.welcome.samples == SAMPLES
         engine.close()
 
