@@ -110,3 +110,11 @@ def extra_samples() -> Path:
     if not (folder / "photos").is_dir():
         pytest.skip("no extra samples: HEADRACE_SAMPLES names no folder that has photos/")
     return folder.resolve()
+
+
+@pytest.fixture(scope="session")
+def hard_samples(extra_samples: Path) -> Path:
+    """Its folder of odd and broken files; the test is skipped without it."""
+    if not (extra_samples / "hard" / "INDEX.tsv").is_file():
+        pytest.skip("no hard samples among the extra samples")
+    return extra_samples / "hard"

@@ -224,7 +224,7 @@ def scene(request: pytest.FixtureRequest, session_home: Path) -> Iterator[Scene]
         (folder / "data").mkdir()
         collection, size = made(folder / "data"), MARGIN
     else:
-        collection, size = given(request.getfixturevalue("extra_samples") / "hard"), LARGE
+        collection, size = given(request.getfixturevalue("hard_samples")), LARGE
     streams = {
         source: {
             "dataset": collection.dataset(source, folder),

@@ -63,7 +63,7 @@ def trees(request: pytest.FixtureRequest, session_home: Path) -> Iterator[Path]:
     if request.param == "made":
         build_all(folder)
     else:
-        hard = request.getfixturevalue("extra_samples") / "hard"
+        hard = request.getfixturevalue("hard_samples")
         script = [sys.executable, hard / "make_layout.py", folder, hard / "misnamed/jpeg.jfif"]
         subprocess.run(script, check=True, timeout=60)
     yield folder

@@ -223,12 +223,14 @@ def test_an_error_about_a_name_that_is_no_text_reaches_the_trainer(daemon: Daemo
     assert rf"{data}/named/z/caf\xe9.jpg: changed since it was indexed: it does not exist" in str(caught.value)
 
 
-def test_two_damaged_files_among_forty_photos_cost_two_pictures(extra_samples: Path, home: Path) -> None:
+def test_two_damaged_files_among_forty_photos_cost_two_pictures(
+    extra_samples: Path, hard_samples: Path, home: Path
+) -> None:
     photos = sorted((extra_samples / "photos").glob("*/*"))[:40]
     for i, file in enumerate(photos):
         put(home / "data" / "ab"[i // 20] / f"{i}{file.suffix}", file.read_bytes())
     for name in ("jpeg_truncated/cut_50pct.jpg", "jpeg_corrupt/bad_huffman_counts.jpg"):
-        put(home / "data" / "b" / f"30-{Path(name).name}", (extra_samples / "hard" / name).read_bytes())
+        put(home / "data" / "b" / f"30-{Path(name).name}", (hard_samples / name).read_bytes())
     listed = sorted((home / "data").glob("*/*"))
     bad = [i for i, file in enumerate(listed) if "-" in file.name]
     with Daemon(home, {"s": stream(home / "data", shuffle=True)}, workers=1, slots=3) as daemon:
