@@ -1,7 +1,10 @@
-"""Rows over tcp are those of the ring, whoever asks for which, and a session over tcp ends as any other."""
+"""Rows over tcp are those of the ring, whoever asks for which; and where a daemon listens."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,3 +171,71 @@ def test_the_loader_says_how_its_rows_came(daemon: Daemon) -> None:
         with Loader(daemon.address, batch_size=10, transport=transport, output="numpy") as loader:
             assert sum(len(labels) for _, labels in loader) == ENTRIES
             assert loader.stats()["transport"] == transport
+
+
+# -- where it listens -------------------------------------------------------------------------------------------
+
+
+def serving(home: Path, listen: Any, folder: Path, *options: str) -> subprocess.Popen[str]:
+    config = {"workers": {"processes": 1, "backend": "fake"}, "streams": {"train": stream(folder)}}
+    (home / "s.yaml").write_text(yaml.safe_dump(config | {"listen": listen}))
+    command = [sys.executable, "-m", "headrace.server", "serve", str(home / "s.yaml"), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def addresses(process: subprocess.Popen[str], count: int) -> list[str]:
+    assert process.stdout is not None
+    return [process.stdout.readline().removeprefix("listening on ").rstrip("\n") for _ in range(count)]
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    process.terminate()
+    _, log = process.communicate(timeout=60)
+    return process.returncode, log
+
+
+def test_a_daemon_prints_its_addresses_in_the_order_of_the_configuration_with_real_ports(
+    folder: Path, home: Path
+) -> None:
+    listen = ["tcp://127.0.0.1:0", f"ipc://{home}/s.sock", "tcp://localhost:*"]
+    process = serving(home, listen, folder)
+    first, second, third = addresses(process, 3)
+    assert second == f"ipc://{home}/s.sock" and first != third
+    for address in (first, third):
+        assert re.fullmatch(r"tcp://127\.0\.0\.1:[1-9]\d*", address)
+        assert ping(address).pid == process.pid
+    assert ended(process)[0] == 0
+
+
+def test_a_daemon_that_is_told_to_listen_on_tcp_only_has_a_unix_socket_too_and_says_where(
+    folder: Path, home: Path
+) -> None:
+    process = serving(home, "tcp://127.0.0.1:0", folder)
+    tcp, ipc = addresses(process, 2)
+    assert ipc.startswith(f"ipc://{home}/run/headrace/") and ping(tcp).address == ipc
+    with Loader(tcp, batch_size=10, output="numpy") as loader:
+        assert sum(len(labels) for _, labels in loader) == ENTRIES
+        assert loader.stats()["transport"] == "shm"
+    assert ended(process)[0] == 0
+
+
+def test_where_other_hosts_reach_it_a_daemon_listens_only_when_told_and_says_what_is_lost(
+    folder: Path, home: Path
+) -> None:
+    process = serving(home, "tcp://*:0", folder)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "tcp://*:0 can be reached from other hosts" in log and "headrace serve --insecure" in log
+    process = serving(home, "tcp://*:0", folder, "--insecure")
+    (address, _) = addresses(process, 2)
+    port = address.removeprefix("tcp://0.0.0.0:")
+    assert ping(f"tcp://127.0.0.1:{port}").pid == process.pid
+    status, log = ended(process)
+    assert status == 0 and "nothing is encrypted" in log and "read its pictures and labels" in log
+
+
+def test_a_port_that_is_taken_ends_the_start_with_its_name(daemon: Daemon, folder: Path, home: Path) -> None:
+    process = serving(home, [f"ipc://{home}/s.sock", daemon.tcp_address], folder)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 2 and f"listen: {daemon.tcp_address}: another program" in log
+    assert "Traceback" not in log and not (home / "s.sock").exists()
