@@ -110,7 +110,7 @@ def test_the_first_trainer_of_the_readme_is_ten_lines() -> None:
 def test_the_readme_shows_what_the_demo_prints() -> None:
     (shown,) = (block for block in blocks(README) if "images/s" in block)
     source = inspect.getsource(__import__("headrace.server.demo", fromlist=["run"]))
-    for piece in ("served by a private daemon over ZeroMQ; ", " images/s, trainer waited ", "transport: "):
+    for piece in ("a private daemon", "transport ", " images/s, trainer waited ", "and from another host: "):
         assert piece in shown and piece in source
 
 
