@@ -356,40 +356,6 @@ def test_indexing_is_waited_for_while_it_goes_on_and_no_longer(socket_file: Path
         open_loader(daemon.tcp_address, timeout=0.3)
 
 
-def test_a_daemon_on_this_host_is_used_through_shared_memory(socket_file: Path) -> None:
-    with ScriptedDaemon(socket_file) as daemon:
-        for transport, used in (("auto", "shm"), ("shm", "shm"), ("tcp", "tcp")):
-            for address in (daemon.address, daemon.tcp_address):
-                with open_loader(address, transport="auto" if address == daemon.address else transport) as loader:
-                    expected = "shm" if address == daemon.address else used
-                    assert loader.stats()["transport"] == expected
-                    check_epoch(loader, 0)
-        with open_loader(daemon.address, transport="tcp") as loader:
-            assert loader.stats()["transport"] == "tcp"
-            check_epoch(loader, 0)
-
-
-@pytest.mark.parametrize(
-    ("elsewhere", "reason"),
-    [
-        (True, "no daemon at ipc:///nowhere"),
-        (False, "another daemon is at ipc://"),  # which happens to have the same path
-    ],
-)
-def test_a_daemon_on_another_host_is_used_over_tcp(socket_file: Path, elsewhere: bool, reason: str) -> None:
-    with (
-        ScriptedDaemon(socket_file) as daemon,
-        ScriptedDaemon(socket_file.with_name("e.sock")) as namesake,
-    ):
-        daemon.unix_address = "ipc:///nowhere" if elsewhere else namesake.address
-        with open_loader(daemon.tcp_address, transport="auto") as loader:
-            assert loader.stats()["transport"] == "tcp"
-            check_epoch(loader, 0)
-        with pytest.raises(ConfigError, match=f"shm needs a daemon on this host.*{reason}.*use 'tcp'"):
-            open_loader(daemon.tcp_address, transport="shm")
-        assert not namesake.hellos
-
-
 # -- this process ---------------------------------------------------------------------------------------------
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +18,6 @@ from scripted import Do, ScriptedDaemon, index_of, level, text_of, wait_until, w
 
 from headrace import tcp
 from headrace.errors import ConfigError, ConnectionLost, DeadlineError, HeadraceError, ProtocolError
-from headrace.ping import ask, ping
 from headrace.protocol import Failed, Get, Goodbye, Hello, Message, Refused, Rows, Unknown, decode_remote, encode
 from headrace.session import Delivery, Interrupted, Refusal
 from headrace.slots import SlotLayout
@@ -364,46 +361,3 @@ def test_frames_may_lie_anywhere_in_memory(shift: int) -> None:
     assert np.array_equal(rows.labels, labels)
     assert np.array_equal(rows.indices, indices)
     assert np.array_equal(rows.status, status)
-
-
-# -- ping -------------------------------------------------------------------------------------------------------
-
-
-def test_ping_is_answered_over_tcp_and_at_the_unix_socket_by_the_same_daemon(socket_file: Path) -> None:
-    with ScriptedDaemon(socket_file) as daemon:
-        there, here = ping(daemon.tcp_address), ping(daemon.address)
-        assert there.instance == here.instance == daemon.instance
-        assert there.address == daemon.address
-
-
-def test_ping_without_an_answer_runs_into_the_deadline(router: Any) -> None:
-    address, serve = router
-    serve(lambda message: [])
-    with pytest.raises(DeadlineError, match=r"does not answer within 0\.3 s"):
-        ping(address, timeout=0.3)
-
-
-def test_ping_says_what_answers_wrongly(router: Any) -> None:
-    address, serve = router
-    serve(lambda message: [Goodbye(reason="x")])
-    with pytest.raises(ProtocolError, match="Goodbye is no answer to Ping"):
-        ping(address, timeout=10)
-
-
-def test_asking_is_interrupted(router: Any, wake: int) -> None:
-    address, serve = router
-    serve(lambda message: [])
-    timer = threading.Timer(0.2, os.eventfd_write, (wake, 1))
-    timer.start()
-    before = time.monotonic()
-    with pytest.raises(Interrupted):
-        ask(address, timeout=60, stop=wake)
-    assert time.monotonic() - before < 30
-    timer.join()
-
-
-def test_a_port_at_which_nobody_listens_is_said_at_once() -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        with pytest.raises(ConnectionLost, match="nobody listens at this port"):
-            ping(f"tcp://127.0.0.1:{sock.getsockname()[1]}", timeout=60)
