@@ -119,17 +119,12 @@ class Lane:
             pass  # the connection has ended, and the monitor says so
 
     def received(self) -> Iterator[list[zmq.Frame]]:
-        """Messages that are there, each as its frames."""
-        while _readable(self.socket):
+        """Messages, each as its frames, of which one at least is there."""
+        while True:
             yield self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-
-    def ended(self) -> bool:
-        """Whether the connection has ended since this was asked last."""
-        ended = False
-        while _readable(self.monitor):
-            self.monitor.recv_multipart(zmq.NOBLOCK)
-            ended = True
-        return ended
+            # Asking for the state keeps the interpreter lock, a receive gives it up, and getting it back may take long.
+            if not cast(int, self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                break
 
     def close(self, *, linger: int = 0) -> None:
         """May be called twice."""
@@ -157,8 +152,8 @@ class Lanes:
     def add(self, lane: Lane) -> Lane:
         """This one too; it is closed with the others."""
         self._lanes.append(lane)
+        self._poller.register(lane.monitor, zmq.POLLIN)  # looked at first, so that nothing arrives after it
         self._poller.register(lane.socket, zmq.POLLIN)
-        self._poller.register(lane.monitor, zmq.POLLIN)
         return lane
 
     def wait(self, seconds: float | None, *fds: int) -> tuple[Heard, set[int]]:
@@ -170,17 +165,21 @@ class Lanes:
         for fd in set(fds) - self._also:
             self._poller.register(fd, zmq.POLLIN)
             self._also.add(fd)
-        ready = self._poller.poll(None if seconds is None else int(1000 * min(seconds, LONGEST_POLL)) + 1)
+        ready = dict(self._poller.poll(None if seconds is None else int(1000 * min(seconds, LONGEST_POLL)) + 1))
         ended = False
         messages = []
         for lane in self._lanes:
-            ended = lane.ended() or ended  # first, so that nothing arrives after it
+            if lane.monitor in ready:
+                lane.monitor.recv_multipart(zmq.NOBLOCK)
+                ended = True
+            if lane.socket not in ready:
+                continue
             for head, *frames in lane.received():
                 message = decode_remote_reply(bytes(head.buffer))
                 if frames and not isinstance(message, Rows):
                     raise ProtocolError(f"{type(message).__name__} with {len(frames)} frames behind it")
                 messages.append((message, frames))
-        return Heard(messages, ended), {fd for fd, _ in ready if isinstance(fd, int)}
+        return Heard(messages, ended), {fd for fd in ready if isinstance(fd, int)}
 
     def close(self, *, linger: int = 0) -> None:
         for lane in self._lanes:
@@ -431,11 +430,6 @@ def ask_there(address: str, *, timeout: float, stop: int) -> Message:
 def lanes_wanted() -> int:
     """Data connections of a session: one for two cores that this process may use."""
     return max(1, min(LANES, len(os.sched_getaffinity(0)) // 2))
-
-
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    # Asking for the state keeps the interpreter lock, a receive gives it up, and getting it back may take long.
-    return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def _handshake(address: str, lanes: Lanes, opening: Opening, stop: int) -> Welcome:
