@@ -63,7 +63,8 @@ def missing_pixels(data: bytes) -> bool:
         while rest and left > 0 and not inflate.eof:
             left -= len(inflate.decompress(rest, 1 << 20))
             rest = inflate.unconsumed_tail
-    return left - len(inflate.flush()) > 0
+    # Only where all came in is what a flush brings bounded.
+    return left > 0 and left > len(inflate.flush())
 
 
 def _inflated_size(width: int, height: int, bits: int, interlaced: bool) -> int:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -51,6 +52,16 @@ def test_pixels_in_several_chunks_are_one_stream() -> None:
     start, end = data.find(b"IDAT") - 4, data.find(b"IEND") - 4
     parts = b"".join(chunk(b"IDAT", stream[i : i + 3]) for i in range(0, len(stream), 3))
     assert not png.missing_pixels(data[:start] + parts + data[end:])
+
+
+def test_no_more_is_inflated_than_the_picture_needs() -> None:
+    data = made(4, 4, 8, 0, bytes(1 << 26))
+    tracemalloc.start()
+    try:
+        assert not png.missing_pixels(data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 23
+    finally:
+        tracemalloc.stop()
 
 
 def test_exif_after_the_pixels_is_found_and_nothing_else() -> None:
