@@ -26,6 +26,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import tempfile
 import time
 import zlib
@@ -230,10 +231,18 @@ def settled(mtime_ns: int, now_ns: int) -> int:
     return mtime_ns if abs(now_ns - mtime_ns) > RACY_NS else _UNPROVEN
 
 
+_UNPRINTABLE = re.compile(rb"[\x00-\x1f\x7f\\]")
+_NAMED_ESCAPES = {b"\t": b"\\t", b"\n": b"\\n", b"\\": b"\\\\"}
+
+
 def shown(path: bytes) -> str:
-    r"""A path on one line: `\t`, `\n`, `\\`, and `\xHH` for bytes that are not UTF-8."""
-    escaped = path.replace(b"\\", b"\\\\").replace(b"\t", b"\\t").replace(b"\n", b"\\n")
-    return escaped.decode("utf-8", "backslashreplace")
+    r"""A path on one line, from which it can be had again: `\t`, `\n`, `\\`, and `\xHH` for other control characters,
+    which a terminal would obey, and for bytes that are not UTF-8."""
+    return _UNPRINTABLE.sub(_escape, path).decode("utf-8", "backslashreplace")
+
+
+def _escape(match: re.Match[bytes]) -> bytes:
+    return _NAMED_ESCAPES.get(match[0]) or b"\\x%02x" % match[0][0]
 
 
 class Index:
@@ -386,7 +395,7 @@ class Index:
         return os.path.join(self.root, self.path(i))
 
     def shown(self, i: int) -> str:
-        r"""The relative path on one line, as `headrace ls` prints it: `\t`, `\n`, `\\`, `\xHH`."""
+        """The relative path on one line, as `headrace ls` prints it: see `shown`."""
         return shown(self.path(i))
 
     def shown_full(self, i: int) -> str:
@@ -423,8 +432,8 @@ class Index:
         return f"{dtype} labels" + (f" of {width} numbers" if width else "")
 
     def label_shown(self, i: int) -> str:
-        r"""The label of sample i on one line, as `headrace ls` prints it: its number; commas between those of a vector,
-        or of several classes; a text with `\t`, `\n`, `\\` in it."""
+        """The label of sample i on one line, as `headrace ls` prints it: its number; commas between those of a vector,
+        or of several classes; a text as a path is shown."""
         if self.labels_text:
             return shown(str(msgspec.msgpack.decode(self.text_row(i))[0]).encode("utf-8", "surrogatepass"))
         value = self.labels[i] if self._label_offsets is None else self._classes_of(i)

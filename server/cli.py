@@ -135,6 +135,7 @@ def check(
     """Validate the configuration, list its data sets, and say what would run and why."""
     from headrace.pipeline.backend import make
     from headrace.pipeline.dataset import open_index
+    from headrace.pipeline.index import shown
     from headrace.pipeline.ledger import Ledger
     from headrace.pipeline.spec import Config
     from headrace.server import ring_size
@@ -160,7 +161,11 @@ def check(
         _out(
             f"stream {name}: {len(index)} samples, {index.labels_shown()}, {chunks} chunks of {stream.chunk}; "
             f"pictures {layout.height}x{layout.width}",
-            *([f"  further columns: {', '.join(index.columns)}"] if index.columns else []),
+            *(
+                [f"  further columns: {', '.join(shown(name.encode()) for name in index.columns)}"]
+                if index.columns
+                else []
+            ),
             f"  memory: {slots} chunks, {slots * layout.stride >> 20} MiB",
             f"  fingerprints: data {prints.data[:12]}, order {prints.order[:12]}, pixels {prints.pixels[:12]}",
             *(f"  {notice}" for notice in index.notices),
