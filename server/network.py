@@ -20,8 +20,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import zmq
+from numpy.typing import NDArray
 
 from headrace import protocol
 from headrace.errors import ConfigError
@@ -33,7 +35,9 @@ _TURN = 256
 #: Messages that wait for one peer: the answers to all that it may have asked for, and some to spare.
 _QUEUE = protocol.MAX_OUTSTANDING + 256
 #: Seconds between two looks at frames that have not left.
-_SOONEST, _LATEST = 0.001, 1.0
+_SOONEST, _LATEST = 0.005, 1.0
+#: Bytes of a field that is copied: less than what it costs to keep account of it.
+_COPIED = 1 << 16
 #: Seconds that last words get when the daemon ends.
 _LINGER = 0.5
 
@@ -192,10 +196,9 @@ class Network:
 
     def _readable(self) -> None:
         for _ in range(_TURN):
-            try:
-                head, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not cast(int, self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to hear it by exception
                 return
+            head, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             identity = head.bytes
             # Identities that we gave begin with zero; one that a peer has chosen could be another's later.
             if len(frames) != 1 or not identity.startswith(b"\0"):
@@ -225,14 +228,14 @@ class Network:
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
-    def ship(self, lane: Lane, head: Rows, fields: Sequence[memoryview], done: Callable[[], None]) -> bool:
+    def ship(self, lane: Lane, head: Rows, fields: Sequence[NDArray[Any]], done: Callable[[], None]) -> bool:
         """Send rows, without copying what is large; whether they are on their way.
 
         Args:
-            fields: what follows the head, a frame each. It must not change until `done` is called.
+            fields: contiguous, a frame each behind the head. They must not change until `done` is called.
             done: called by `sweep`, once libzmq has let go of everything; at once if nothing is sent.
         """
-        frames = [zmq.Frame(data, track=True) for data in fields]
+        large = {i: zmq.Frame(a, track=True, copy=False) for i, a in enumerate(fields) if a.nbytes > _COPIED}
         try:
             self._router.send(lane.identity, zmq.SNDMORE | zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -240,11 +243,13 @@ class Network:
             return False
         # From here on nothing fails: a message is refused as a whole, at its beginning.
         self._router.send(protocol.encode(head), zmq.SNDMORE | zmq.NOBLOCK)
-        last = frames.pop()
-        trackers = [frame.tracker for frame in (*frames, last) if not frame.tracker.done]
-        for frame in frames:
-            self._router.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=False)
-        self._router.send(last, zmq.NOBLOCK, copy=False)
+        for i, array in enumerate(fields):
+            flags = zmq.NOBLOCK if i == len(fields) - 1 else zmq.SNDMORE | zmq.NOBLOCK
+            if i in large:
+                self._router.send(large[i], flags, copy=False)
+            else:
+                self._router.send(array.data, flags)
+        trackers = [frame.tracker for frame in large.values()]
         lane.shipments.append(_Shipment(trackers, done, time.monotonic()))
         self._busy.add(lane)
         return True

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from numpy.typing import NDArray
 from remote import BareClient
 
 from headrace import protocol
@@ -124,9 +125,9 @@ def bare() -> Iterator[Callable[..., BareClient]]:
         client.close()
 
 
-def fields(*sizes: int) -> list[memoryview]:
+def fields(*sizes: int) -> list[NDArray[np.uint8]]:
     rng = np.random.default_rng(sum(sizes))
-    return [rng.integers(0, 256, size, np.uint8).data for size in sizes]
+    return [rng.integers(0, 256, size, np.uint8) for size in sizes]
 
 
 # -- rows -------------------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def test_rows_arrive_as_they_are_and_are_done_once_they_have_left(
     hub.until(lambda: done)
     head, *frames = peer.recv_multipart()
     assert protocol.decode_remote_reply(head) == ROWS
-    assert frames == [bytes(field) for field in sent]
+    assert frames == [field.tobytes() for field in sent]
 
 
 def test_rows_that_a_peer_does_not_take_are_not_done_and_those_of_others_are(
@@ -193,7 +194,7 @@ def test_the_memory_of_rows_may_change_once_they_are_done_and_only_then_does_it_
             slot = free.pop()
             slots[slot][:] = filled
             filled += 1
-            assert hub.network.ship(lane, ROWS, [slots[slot].data], lambda slot=slot: free.append(slot))
+            assert hub.network.ship(lane, ROWS, [slots[slot]], lambda slot=slot: free.append(slot))
         if peer.poll(0):
             levels = np.frombuffer(peer.recv_multipart()[1], np.uint8)
             assert (levels == read).all()
@@ -208,7 +209,7 @@ def test_a_network_with_rows_that_have_not_left_closes_at_once_and_lets_go_of_th
     lane = hub.lane(bare(hub.endpoint))
     memory = np.ones(BIG, np.uint8)
     for _ in range(4):
-        hub.network.ship(lane, ROWS, [memory.data], lambda: None)
+        hub.network.ship(lane, ROWS, [memory], lambda: None)
     begin = time.monotonic()
     hub.close()
     assert time.monotonic() - begin < 5
