@@ -161,6 +161,16 @@ def test_check_of_an_unusable_data_set_is_status_1(home: Path) -> None:
         assert text in complaint(run("check", file), 1)
 
 
+def test_check_goes_on_behind_an_unusable_data_set(photos: Path, home: Path) -> None:
+    file = home / "three.yaml"
+    streams = {"first": stream(home / "none"), "second": stream(photos), "third": stream(home / "nowhere")}
+    file.write_text(yaml.safe_dump({"streams": streams}, sort_keys=False))
+    done = run("check", file)
+    text = complaint(done, 1)
+    assert "none: cannot list" in text and "nowhere: cannot list" in text
+    assert f"stream second: {PHOTOS} samples" in done.stdout.decode()
+
+
 def test_check_of_a_wrong_configuration_is_status_2_with_line_key_value_and_what_is_allowed(home: Path) -> None:
     file = home / "wrong.yaml"
     file.write_text(
@@ -422,11 +432,15 @@ def test_bench_takes_as_many_epochs_as_it_needs_and_speaks_to_people(daemon: Dae
     assert "images/s over shm" in out[0] and "waited" in out[1]
 
 
+def test_bench_takes_the_transport_that_it_is_told(daemon: Daemon) -> None:
+    out = lines(run("bench", daemon.address, "--batch-size", "16", "--steps", "3", "--transport", "tcp"))
+    assert "images/s over tcp" in out[0]
+
+
 @pytest.mark.parametrize(
     ("options", "status", "text"),
     [
         (("--stream", "val"), 2, "val"),
-        (("--transport", "tcp"), 2, "tcp is not available yet"),
         (("--transport", "pigeon"), 2, "pigeon"),
     ],
 )

@@ -434,7 +434,7 @@ def test_kept_batches_keep_their_pixels_while_memory_is_reused(serve: Serve) -> 
     ("arguments", "named"),
     [
         ({"device": "cuda"}, "device: cuda is not available yet"),
-        ({"transport": "tcp"}, "transport: tcp is not available yet"),
+        ({"transport": "udp"}, "transport: 'udp' is not one of auto, shm, tcp"),
         ({"transport": "udp"}, "transport: 'udp' is not one of auto, shm"),
         ({"batch_size": 0}, "batch_size: 0 must be"),
         ({"batch_size": 2.5}, "batch_size: 2.5 is not a whole number"),
