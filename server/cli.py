@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -25,7 +25,10 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from headrace import __version__
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, DatasetError, HeadraceError
+
+if TYPE_CHECKING:
+    from headrace.pipeline.spec import Config
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 stderr = Console(stderr=True)
@@ -131,48 +134,57 @@ def _in_order(listen: list[str], found: list[str]) -> list[str]:
 def check(
     config: ConfigFile,
     reindex: Annotated[bool, typer.Option("--reindex", help="list the data sets anew")] = False,
-) -> None:
+) -> int:
     """Validate the configuration, list its data sets, and say what would run and why."""
     from headrace.pipeline.backend import make
-    from headrace.pipeline.dataset import open_index
-    from headrace.pipeline.index import shown
-    from headrace.pipeline.ledger import Ledger
     from headrace.pipeline.spec import Config
-    from headrace.server import ring_size
     from headrace.workers.cpus import usable_cpus, worker_count
 
     loaded = Config.load(config)
     backend = make(loaded.workers.backend)
+    backend.close()
     count = worker_count(loaded.workers.processes, private=False)
     _out(
         f"backend: {loaded.workers.backend} runs as {backend.render_id}",
         f"workers: {count} ({usable_cpus()} CPUs may be used)",
         f"cache: {loaded.cache_folder}",
     )
-    for name, stream in loaded.streams.items():
-        with _progress(f"listing {name}") as progress:
-            index = open_index(stream.dataset, loaded.cache_folder, reindex=reindex, progress=progress)
+    status = 0
+    for name in loaded.streams:
+        try:
+            _out(*_checked(loaded, name, count, reindex=reindex))
+        except DatasetError as error:  # the others may be no good either, and each may take long to list
+            status = _complain(error, 1)
+    return status
+
+
+def _checked(config: Config, name: str, workers: int, *, reindex: bool) -> list[str]:
+    """What there is to say about a stream."""
+    from headrace.pipeline.dataset import open_index
+    from headrace.pipeline.index import shown
+    from headrace.pipeline.ledger import Ledger
+    from headrace.server import ring_size
+
+    stream = config.streams[name]
+    with _progress(f"listing {name}") as progress:
+        index = open_index(stream.dataset, config.cache_folder, reindex=reindex, progress=progress)
+    with contextlib.closing(index):
         layout = stream.layout(index)
         chunks = layout.chunks(len(index))
-        need = ring_size.Need(layout, count, chunks, len(loaded.streams))
+        need = ring_size.Need(layout, workers, chunks, len(config.streams))
         left = ring_size.available_bytes()
-        slots = ring_size.slots(name, loaded.memory, need, left, left)
+        slots = ring_size.slots(name, config.memory, need, left, left)
         prints = stream.fingerprints(index.data_fingerprint)
-        _out(
+        columns = ", ".join(shown(column.encode()) for column in index.columns)
+        return [
             f"stream {name}: {len(index)} samples, {index.labels_shown()}, {chunks} chunks of {stream.chunk}; "
             f"pictures {layout.height}x{layout.width}",
-            *(
-                [f"  further columns: {', '.join(shown(name.encode()) for name in index.columns)}"]
-                if index.columns
-                else []
-            ),
+            *([f"  further columns: {columns}"] if columns else []),
             f"  memory: {slots} chunks, {slots * layout.stride >> 20} MiB",
             f"  fingerprints: data {prints.data[:12]}, order {prints.order[:12]}, pixels {prints.pixels[:12]}",
             *(f"  {notice}" for notice in index.notices),
             *(f"  not rendered: {index.shown(i)}: {why}" for i, why in Ledger(index).convicted.items()),
-        )
-        index.close()
-    backend.close()
+        ]
 
 
 @app.command()
