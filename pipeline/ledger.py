@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,8 +36,10 @@ class Ledger:
             return
         entry = {"index": index, **self._identity(index), "reason": reason}
         try:
-            with self._file.open("a", encoding="ascii") as file:
-                file.write(json.dumps(entry) + "\n")
+            with self._file.open("ab+") as file:
+                # Behind a line that a full disk has cut, this would be a part of it.
+                cut = file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
+                file.write(b"\n" * bool(cut) + json.dumps(entry).encode("ascii") + b"\n")
         except OSError as error:
             log.warning("the ledger %s cannot be written: %s", self._file, error)
 

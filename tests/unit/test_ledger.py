@@ -66,6 +66,20 @@ def test_a_conviction_holds_for_every_line_that_names_the_file(many: Callable[[i
     index.close()
 
 
+def test_a_line_that_was_cut_costs_no_other(many: Callable[[int], Path], home: Path) -> None:
+    index = open_index(dataset(many(8)), home / "cache")
+    Ledger(index).convict(5, "it kills")
+    Ledger(index).convict(6, "it kills as well")
+    assert index.file is not None
+    file = index.file.with_suffix(".ledger")
+    os.truncate(file, file.stat().st_size - 9)
+    Ledger(index).convict(7, "so does this")
+    assert Ledger(index).convicted == {5: "it kills", 7: "so does this"}
+    Ledger(index).convict(6, "it kills as well")
+    assert Ledger(index).convicted.keys() == {5, 6, 7} and b"\n\n" not in file.read_bytes()
+    index.close()
+
+
 def test_lines_that_are_none_are_passed_over(
     many: Callable[[int], Path], home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
