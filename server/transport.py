@@ -18,7 +18,7 @@ from headrace.server.network import Lane, Network, Timings, send
 from headrace.server.streams import OpenStream
 from headrace.slots import SlotView
 
-#: Bytes of a frame of images, unless a single row has more. Frames from 0.6 to 8 MiB cost the same, far larger ones more.
+#: Bytes of a frame of images, unless a single row has more. From 0.6 to 8 MiB all cost the same, far larger ones more.
 _FRAME = 8 << 20
 
 
