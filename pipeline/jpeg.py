@@ -10,6 +10,7 @@ _ALONE = {0x01, *range(0xD0, 0xDA)}  # markers without a length: TEM, RSTn, SOI,
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _SOS, _EOI, _DRI = 0xDA, 0xD9, 0xDD
 _PROGRESSIVE = (2, 10)
+_ARITHMETIC = 9  # and above
 _RESTART = re.compile(rb"\xff([\xd0-\xd7])")
 _END_OF_SCAN = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 
@@ -22,6 +23,7 @@ class Frame:
         process: 0 baseline, 1 extended, 2 progressive, 3 lossless, from 9 on arithmetic.
         precision: bits per sample.
         height, width: as stored.
+        components: their identifiers.
         sampling: (horizontal, vertical) factors of each component.
     """
 
@@ -29,7 +31,13 @@ class Frame:
     precision: int
     height: int
     width: int
+    components: bytes
     sampling: tuple[tuple[int, int], ...]
+
+    @property
+    def progressive(self) -> bool:
+        """Whether coefficients come bit by bit."""
+        return self.process in _PROGRESSIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,11 @@ class Header:
     scan: int
     pixels: int
 
+    @property
+    def planar(self) -> bool:
+        """Whether components come one after another, as a whole each."""
+        return self.frame is not None and not self.frame.progressive and self.scan < len(self.frame.components)
+
 
 def header(data: bytes) -> Header:
     """Read the segments up to the first scan."""
@@ -56,7 +69,7 @@ def header(data: bytes) -> Header:
         if marker in _FRAMES and len(content) >= 6:
             sampling = tuple((v >> 4, v & 15) for v in content[7::3])
             height, width = int.from_bytes(content[1:3], "big"), int.from_bytes(content[3:5], "big")
-            frame = Frame(marker - 0xC0, content[0], height, width, sampling)
+            frame = Frame(marker - 0xC0, content[0], height, width, content[6::3], sampling)
         elif marker == _DRI and len(content) >= 2:
             restart = int.from_bytes(content[:2], "big")
         elif marker == _SOS and content:
@@ -92,9 +105,11 @@ def unsupported(data: bytes) -> str | None:
 
 
 def reducible(data: bytes) -> bool:
-    """Whether blocks can be decoded to fewer pixels: where the process is one with cosines."""
-    frame = header(data).frame
-    return frame is not None and frame.process in (0, 1, *_PROGRESSIVE, 9)
+    """Whether blocks can be decoded to fewer pixels, which needs a process with cosines, and show there what is missing
+    of the picture.
+    """
+    head = header(data)
+    return head.frame is not None and head.frame.process in (0, 1, *_PROGRESSIVE, 9) and not head.planar
 
 
 def missing_parts(data: bytes) -> str | None:
@@ -102,11 +117,21 @@ def missing_parts(data: bytes) -> str | None:
     head = header(data)
     if head.frame is None or not head.pixels:
         return None
-    if head.frame.process in _PROGRESSIVE:
-        return _unfinished(data)
-    if head.restart and head.frame.process < 2 and head.scan == len(head.frame.sampling):
+    if head.planar or head.frame.progressive:
+        return _unfinished(data, head.frame)
+    if head.restart and head.frame.process < 2:
         return _restarts(data, head, head.frame)
     return None
+
+
+def may_end_early(data: bytes, last: bytes) -> bool:
+    """Whether data may be missing, by the levels of the last pixel; `with_more_data` will tell."""
+    head = header(data)
+    if head.frame is not None and head.frame.process >= _ARITHMETIC:
+        # Its data go on with any number of zeros that are not stored, so that more data change a whole picture too.
+        return False
+    # Where its data end early libjpeg leaves the rest mid-grey, 127 where inks are inverted. So may be a picture.
+    return head.planar or set(last) <= {127, 128}
 
 
 def _restarts(data: bytes, head: Header, frame: Frame) -> str | None:
@@ -120,17 +145,15 @@ def _restarts(data: bytes, head: Header, frame: Frame) -> str | None:
     return None
 
 
-def _unfinished(data: bytes) -> str | None:
-    # A scan may leave low bits of its coefficients to later ones, which then have to come.
-    owed: dict[tuple[int, int], int] = {}
+def _unfinished(data: bytes, frame: Frame) -> str | None:
+    # The low bits of each coefficient that no scan has brought yet, at first all of them.
+    owed = {(component, k): 8 for component in frame.components for k in range(64)}
     for marker, content, _ in _segments(data):
         if marker == _SOS and len(content) >= 4 + 2 * content[0]:
-            first, last, bits = content[-3], content[-2], content[-1] & 15
+            first, last, bits = (content[-3], content[-2], content[-1] & 15) if frame.progressive else (0, 63, 0)
             for component in content[1:-3:2]:
                 owed.update(((component, k), bits) for k in range(first, min(last, 63) + 1))
-    if any(owed.values()):
-        return "JPEG (progressive) whose last scans are missing"
-    return None
+    return "JPEG whose last scans are missing" if any(owed.values()) else None
 
 
 def _mcus(frame: Frame) -> int:

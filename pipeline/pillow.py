@@ -164,14 +164,13 @@ def _missing(image: Image.Image, picture: Picture, tiles: Sequence[Any], reducti
 def _missing_of_jpeg(image: Image.Image, picture: Picture, reduction: int) -> str | None:
     if why := jpeg.missing_parts(picture.data):
         return why
-    # Where its data end early libjpeg leaves the rest mid-grey. So may be a picture: does more data change it?
     corner = image.crop((image.width - 1, image.height - 1, *image.size)).tobytes()
     if reduction > 1:
         if any(abs(level - 128) > _NEARLY_GREY for level in corner):
             return None
         # The verdict is that on the whole picture, whose last pixel is one of several that make this one.
         return _missing_of_jpeg(JpegImageFile(io.BytesIO(picture.data), b""), picture, 1)
-    if set(corner) <= {127, 128}:  # 127 where inks are inverted
+    if jpeg.may_end_early(picture.data, corner):
         longer = JpegImageFile(io.BytesIO(jpeg.with_more_data(picture.data)), b"")
         if ImageChops.difference(image, longer).getbbox():
             return "JPEG whose data end before the picture does"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pictures import BLUE, GREEN, RED, YELLOW, chunk, encode, exif, quadrants, stored, with_chunk
+from pictures import BLUE, GREEN, RED, YELLOW, chunk, encode, exif, planar_jpeg, quadrants, stored, with_chunk
 from PIL import Image, ImageChops
 
 HEIGHT, WIDTH = 64, 96
@@ -60,6 +60,14 @@ MAGENTA = Image.new("RGB", (WIDTH // 2, HEIGHT // 2), (255, 0, 255))
 GREYS = tuple((level,) * 3 for level in (94, 125, 87, 199))  # luma of the four colours
 
 
+#: Mid-grey, as what is missing of a JPEG; nothing here writes arithmetic coding.
+ARITHMETIC = base64.b64decode(
+    "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAAMCAgMCAgMDAwMEAwMEBQgFBQQEBQoHBwYIDAoMDAsKCwsNDhIQDQ4RDgsLEBYQERMUFRUVDA8XGBYU"
+    "GBIUFRT/2wBDAQMEBAUEBQkFBQkUDQsNFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBQUFBT/yQARCAAQ"
+    "ACADASIAAhEBAxEB/8wACgAQEAUBEBEF/9oADAMBAAIRAxEAPwAf/9k="
+)
+
+
 def jpeg(image: Image.Image = PICTURE, **options: Any) -> bytes:
     return encode(image, "JPEG", **{"quality": 95, "subsampling": 0} | options)
 
@@ -87,6 +95,8 @@ def _jpeg() -> dict[str, Kind]:
         "jpeg/restarts.jpg": Kind(jpeg(restart_marker_rows=1)),
         "jpeg/4-2-2.jpg": Kind(jpeg(subsampling=1)),
         "jpeg/4-2-0.jpg": Kind(jpeg(subsampling=2)),
+        "jpeg/planar.jpg": Kind(b"".join(planar_jpeg(PICTURE, quality=95))),
+        "jpeg/arithmetic.jpg": Kind(ARITHMETIC, ((128,) * 3,) * 4, size=(16, 32)),
         "jpeg/long-comment.jpg": Kind(jpeg(comment=b"x" * 60000)),
         "jpeg/300-kB-before-the-picture.jpg": Kind(_inserted(jpeg(), *[_segment(0xE5, bytes(60000))] * 5)),
         "jpeg/no-jfif.jpg": Kind(jpeg()[:2] + jpeg()[jfif_end:]),
@@ -260,6 +270,12 @@ def _damaged() -> dict[str, Kind]:
         "damaged/thumbnail-whole-picture-cut.jpg": bad(jpeg(exif=b"Exif\0\0" + jpeg(MAGENTA))[:-100], "JPEG"),
         "damaged/impossible-table.jpg": bad(whole[: tables + 5] + b"\xff" * 16 + whole[tables + 21 :], "JPEG"),
         "damaged/restart-segment-missing.jpg": bad(_without_a_segment(jpeg(restart_marker_rows=1)), "restart markers"),
+        "damaged/planar-cut-and-closed.jpg": bad(
+            b"".join(planar_jpeg(PICTURE, quality=95))[:-40] + b"\xff\xd9", "JPEG whose data end"
+        ),
+        "damaged/planar-without-colour.jpg": bad(
+            b"".join(planar_jpeg(PICTURE, quality=95)[:2]) + b"\xff\xd9", "JPEG whose last scans are missing"
+        ),
         "damaged/claims-more-pixels.jpg": bad(
             _claiming(whole, 400, 600), "JPEG whose data end before the picture does"
         ),

@@ -38,6 +38,21 @@ def encode(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
+def planar_jpeg(image: Image.Image, **options: Any) -> list[bytes]:
+    """A baseline JPEG whose three components come one after another: its header, the three scans, its end."""
+    # Each is coded as a grey picture is, with the same tables.
+    greys = [encode(band, "JPEG", **options) for band in image.convert("YCbCr").split()]
+    frame, scan = greys[0].find(b"\xff\xc0"), greys[0].find(b"\xff\xda")
+    sides = greys[0][frame + 4 : frame + 9]
+    components = b"\3" + b"".join(bytes([i, 0x11, 0]) for i in (1, 2, 3))
+    header = greys[0][:frame] + b"\xff\xc0\0\x11" + sides + components + greys[0][frame + 13 : scan]
+    scans = [
+        b"\xff\xda\0\x08\x01" + bytes([i, 0, 0, 63, 0]) + grey[grey.find(b"\xff\xda") + 10 : -2]
+        for i, grey in enumerate(greys, 1)
+    ]
+    return [header, *scans, b"\xff\xd9"]
+
+
 def exif(orientation: int) -> Image.Exif:
     """EXIF data with an orientation."""
     data = Image.Exif()

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 
 import numpy as np
 import pytest
-from pictures import encode, noise
+from pictures import encode, noise, planar_jpeg
 from PIL import Image
 
 from headrace.pipeline import jpeg
@@ -15,7 +16,7 @@ RESTART = re.compile(rb"\xff[\xd0-\xd7]")
 
 def test_the_header_says_process_depth_size_and_sampling() -> None:
     head = jpeg.header(encode(noise(64, 96), "JPEG", subsampling="4:2:0"))
-    assert head.frame == jpeg.Frame(0, 8, 64, 96, ((2, 2), (1, 1), (1, 1)))
+    assert head.frame == jpeg.Frame(0, 8, 64, 96, b"\1\2\3", ((2, 2), (1, 1), (1, 1)))
     assert head.restart == 0 and head.scan == 3 and head.pixels > 0
     progressive = jpeg.header(encode(noise(64, 96).convert("L"), "JPEG", progressive=True)).frame
     assert progressive is not None and progressive.process == 2 and len(progressive.sampling) == 1
@@ -69,7 +70,45 @@ def test_a_progressive_picture_without_its_last_scans_is_unfinished() -> None:
     assert jpeg.missing_parts(data) is None
     scans = [m.start() for m in re.finditer(rb"\xff\xda", data)]
     for start in scans[1:]:
-        assert jpeg.missing_parts(data[:start] + b"\xff\xd9") == "JPEG (progressive) whose last scans are missing"
+        assert jpeg.missing_parts(data[:start] + b"\xff\xd9") == "JPEG whose last scans are missing"
+
+
+def test_coefficients_of_which_no_scan_comes_are_missed() -> None:
+    data = encode(noise(64, 96).convert("L"), "JPEG", progressive=True)
+    starts = [m.start() for m in re.finditer(rb"\xff\xda", data)]
+    scans = [data[a:b] for a, b in itertools.pairwise([*starts, len(data)])]
+    # The constant terms with all their bits, as coders send them first that send each coefficient at once.
+    constant = b"".join(scan for scan in scans if scan[7] == 0)
+    assert 0 < len(constant) < len(data) / 2
+    assert jpeg.missing_parts(data[: starts[0]] + constant + b"\xff\xd9") == "JPEG whose last scans are missing"
+
+
+@pytest.mark.parametrize("size", [(64, 96), (1, 1), (33, 17)])
+def test_of_components_that_come_one_after_another_all_must_come(size: tuple[int, int]) -> None:
+    header, y, cb, cr, end = planar_jpeg(noise(*size))
+    assert jpeg.missing_parts(header + y + cb + cr + end) is None
+    assert jpeg.missing_parts(header + y + cb + end) == "JPEG whose last scans are missing"
+    assert not jpeg.reducible(header + y + cb + cr + end)
+
+
+@pytest.mark.parametrize(
+    "kind, last, expected",
+    [
+        (b"\xc0", [128, 127, 128], True),
+        (b"\xc0", [128, 126, 128], False),
+        (b"\xc2", [128], True),
+        (b"\xc9", [128] * 3, False),
+    ],
+)
+def test_the_last_pixel_says_whether_data_may_be_missing_but_not_in_arithmetic_coding(
+    kind: bytes, last: list[int], expected: bool
+) -> None:
+    data = encode(noise(16, 16), "JPEG").replace(b"\xff\xc0", b"\xff" + kind)
+    assert jpeg.may_end_early(data, bytes(last)) is expected
+
+
+def test_the_last_pixel_says_nothing_of_components_that_come_one_after_another() -> None:
+    assert jpeg.may_end_early(b"".join(planar_jpeg(noise(16, 16))), b"\1\2\3")
 
 
 def test_more_data_change_nothing_in_a_whole_picture_and_something_in_a_cut_one() -> None:
