@@ -11,7 +11,7 @@ import enum
 import math
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -23,6 +23,9 @@ from headrace.pipeline.index import Labels, Paths
 from headrace.pipeline.problems import show
 
 Kind = Literal["auto", "class", "classes", "int", "float", "text"]
+
+#: What the column, or key, of labels is called unless `columns` says otherwise.
+LABEL = "label"
 
 #: Bytes of a sample's text, as MessagePack.
 TEXT_LIMIT = 1 << 20
@@ -332,6 +335,14 @@ def check_text(text: str, what: str) -> None:
             bad = ord(text[error.start])
             shown = f"the byte 0x{bad & 0xFF:02x}" if 0xDC80 <= bad <= 0xDCFF else f"the code \\u{bad:04x}"
             raise ValueError(f"{what} {show(text)} is not UTF-8: it holds {shown}") from None
+
+
+def unlabelled(columns: Sequence[str]) -> Iterator[str]:
+    """Sentences about samples without labels that have further values: one of these may be meant, as in `path, label`,
+    where a blank belongs to the name."""
+    if others := [name for name in columns if name != LABEL]:
+        some = ", ".join(map(show, others[:10]))
+        yield f"each label is -1, for there is no {show(LABEL)}; `columns: {{label: NAME}}` takes another: {some}"
 
 
 class Texts:

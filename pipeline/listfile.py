@@ -24,7 +24,7 @@ from headrace.errors import DatasetError
 from headrace.pipeline import files
 from headrace.pipeline.files import Measured, Progress, Reporter, ending, ending_shown, reason_of, tally
 from headrace.pipeline.index import Ints, Labels, Listing, Paths, settled, shown
-from headrace.pipeline.labels import LabelColumn, Texts
+from headrace.pipeline.labels import LabelColumn, Texts, unlabelled
 from headrace.pipeline.problems import show
 from headrace.pipeline.rows import NONE, BadLines, Row, form_of, lines_of
 from headrace.pipeline.spec import Dataset
@@ -137,7 +137,9 @@ class _Taken:
         self._root = root
         self._roots = [_components(path) for path in (root, os.fsencode(dataset.root or dataset.list.parent))]
         self._bad = bad
-        self._endings = None if dataset.extensions is None else {e.encode() for e in dataset.extensions}
+        self._endings = (
+            None if dataset.extensions is None else {e.encode("utf-8", "surrogateescape") for e in dataset.extensions}
+        )
         self._text_labels = dataset.labels == "text"
         self._labels: LabelColumn | None = LabelColumn(dataset.labels, cells=cells)
         self.texts = Texts(labels=self._text_labels)
@@ -145,6 +147,13 @@ class _Taken:
         self._blob = bytearray()
         self._ends: array[int] = array("q")
         self._lines: array[int] = array("q")
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @property
+    def labelled(self) -> bool:
+        return self._labels is not None
 
     def take(self, row: Row) -> None:
         try:
@@ -216,7 +225,7 @@ class _Taken:
         )
         if keep is not None:
             lines, paths, texts = lines[keep], paths.kept(keep), texts and texts.kept(keep)
-        return _Chosen(lines, paths, labels, classes, texts)
+        return _Chosen(lines, paths, labels, classes, texts, count - len(lines))
 
     def _finish_labels(self, count: int) -> tuple[Labels, list[str], NDArray[np.bool_] | None]:
         if self._labels is not None:
@@ -238,6 +247,7 @@ class _Chosen:
     """The lines that are to be samples.
 
     Attributes:
+        unnamed: how many lines `classes` does not name.
         found: how many there were before `limit`.
     """
 
@@ -246,6 +256,7 @@ class _Chosen:
     labels: Labels
     classes: list[str]
     texts: Paths | None
+    unnamed: int = 0
     found: int = 0
     sizes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     mtimes_ns: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -322,6 +333,9 @@ def _notices(dataset: Dataset, taken: _Taken, chosen: _Chosen, left_out: list[tu
     yield from files.notices(left_out)
     if counted := tally(taken.counts):
         yield f"left out by ending: {counted}"
+    yield from unlabelled(taken.texts.columns if not taken.labelled else [])
+    if chosen.unnamed:
+        yield f"left out, because `classes` does not name them: {chosen.unnamed} of {len(taken)} samples"
     by_name = Counter(name.strip() for name in chosen.classes)
     if alike := [show(name) for name, count in by_name.items() if count > 1]:
         yield f"classes that differ only in blanks around their names: {', '.join(alike[:10])}"

@@ -13,12 +13,11 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TextIO
 from headrace.errors import DatasetError
 from headrace.pipeline.files import ending
 from headrace.pipeline.index import shown
-from headrace.pipeline.labels import TEXT_LIMIT, Texts, check_text
+from headrace.pipeline.labels import LABEL, TEXT_LIMIT, Texts, check_text
 from headrace.pipeline.problems import show
 from headrace.pipeline.spec import Dataset
 
 _JSON_ENDINGS = frozenset([b"jsonl", b"ndjson", b"json"])
-_LABEL = "label"
 _NAMED = 10  # bad lines that an error names; the rest is counted
 _LINE_LIMIT = 16 << 20  # characters: a text of 1 MiB, every character of it escaped, has room
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -109,8 +108,8 @@ class CsvRows:
         self._label: int | list[int] | None = None
         if isinstance(label, list):
             self._label = [self._place(header, name, "label") for name in label]
-        elif label is not None or dataset.labels != "auto" or _LABEL in header:
-            self._label = self._place(header, label or _LABEL, "label")
+        elif label is not None or dataset.labels != "auto" or LABEL in header:
+            self._label = self._place(header, label or LABEL, "label")
         used = [self._path, *(self._label if isinstance(self._label, list) else [self._label])]
         self._further = [i for i in range(self._width) if i not in used]
         for i in self._further:
@@ -183,7 +182,7 @@ class JsonRows:
         self._texts = texts
         self._path = dataset.columns.path
         label = dataset.columns.label
-        self._label: str | list[str] = _LABEL if label is None else label
+        self._label: str | list[str] = LABEL if label is None else label
         #: Whether lines have a label; None: the first line will tell.
         self._labelled = None if label is None and dataset.labels == "auto" else True
 

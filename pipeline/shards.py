@@ -33,7 +33,7 @@ from headrace.errors import DatasetError
 from headrace.pipeline.files import THREADS, Progress, Reporter, ending_shown, reason_of, some, tally
 from headrace.pipeline.folder import EXTENSIONS
 from headrace.pipeline.index import Index, Ints, Labels, Listing, Paths, settled, shown
-from headrace.pipeline.labels import LabelColumn, Texts
+from headrace.pipeline.labels import LABEL, LabelColumn, Texts, unlabelled
 from headrace.pipeline.problems import show
 from headrace.pipeline.reading import changed, check_size, compare, open_indexed
 from headrace.pipeline.rows import decode_json
@@ -51,7 +51,6 @@ _COUNTED = 256  # samples of a tar between two words about them
 
 _SOURCES = ("cls", "json", "txt")  # of labels, the first one first
 _TARGETS = {source.encode(): place for place, source in enumerate(_SOURCES)}
-_LABEL = "label"  # the key of the JSON that is the label, unless `columns` names another
 
 #: What file managers, archivers and network disks leave behind, and hidden members. A name may begin with "./".
 _JUNK = re.compile(rb"(?:^|/)(?:(\._)|(\.)(?!\.?/)|(__MACOSX|@eaDir)(?:/|\Z)|(Thumbs\.db)\Z)")
@@ -105,6 +104,7 @@ def _tars(dataset: Dataset) -> list[str]:
     tars: dict[str, None] = {}
     for pattern in dataset.shards or []:
         for tar in expand(pattern):
+            tar = re.sub("/+", "/", tar)
             if tar in tars:
                 raise DatasetError(
                     f"{shown(os.fsencode(tar))}: given twice, the second time by {shown(os.fsencode(pattern))}"
@@ -389,10 +389,11 @@ class _Grouping:
     def _refuse(self, endings: list[bytes]) -> None:
         if self._pictures:
             there = _listed([ending for ending in endings if ending in self._endings])
-            self._problem(self._pictures[1][0], f"the sample has {len(self._pictures)} pictures, {there}")
+            hint = "; `extensions` says which it is"
+            self._problem(self._pictures[1][0], f"the sample has {len(self._pictures)} pictures, {there}{hint}")
             return
         dotted = any(ending.rpartition(b".")[2] in self._endings for ending in endings)
-        why = "; an ending is all that follows the first dot of a name" if dotted else ""
+        why = "; an ending is all that follows the first dot of a name, `extensions` may name it" if dotted else ""
         self._problem(self._members[endings[0]], f"the sample has no picture, only {_listed(endings)}{why}")
 
 
@@ -465,7 +466,7 @@ class _Values:
         self._kind = dataset.labels
         self._classes = dataset.classes
         self._vector = not isinstance(asked, str | None)
-        self._keys: list[str] = [_LABEL] if asked is None else [asked] if isinstance(asked, str) else list(asked)
+        self._keys: list[str] = [LABEL] if asked is None else [asked] if isinstance(asked, str) else list(asked)
         self._asked = asked is not None
         self._source: str | None = None  # one of `_SOURCES`; empty: there are no labels; None: not settled
         self._labels: LabelColumn
@@ -504,13 +505,17 @@ class _Values:
         """`(labels, classes, keep)`: labels are None where there are none.
 
         Raises:
-            ValueError: `classes` or `labels` ask for what is not there.
+            DatasetError: `classes` or `labels` ask for what is not there. Where, the caller has to add.
         """
         if self._source:
             return self._labels.finish(self._classes)
         if self._kind != "auto" or self._classes is not None:
-            raise ValueError(f'there are no labels: no .cls, no .json with "{_LABEL}", no .txt')
+            raise DatasetError(f'there are no labels: no .cls, no .json with "{LABEL}", no .txt')
         return None, [], None
+
+    @property
+    def labelled(self) -> bool:
+        return bool(self._source)
 
     def texts(self) -> tuple[list[str], Paths | None]:
         """`(columns, texts of all samples)`."""
@@ -647,7 +652,7 @@ class _Assembly:
             raise DatasetError(f"{self._dataset.place}: no samples in {len(counts)} tar files ({left_out})")
         try:
             labels, classes, keep = self._values.finish()
-        except ValueError as error:
+        except DatasetError as error:
             raise DatasetError(f"{self._dataset.place}: {error}") from error
         columns, texts = self._values.texts()
         number = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
@@ -675,7 +680,7 @@ class _Assembly:
             container=number[:limit],
             positions=positions[:limit],
             counts=dict(self._counts + self._unused),
-            notices=list(self._notices(counts, len(paths))),
+            notices=list(self._notices(counts, len(paths), columns)),
         )
 
     def _trouble(self) -> str:
@@ -684,9 +689,10 @@ class _Assembly:
         more = [f"and {count - len(self._problems.texts)} more"] if count > len(self._problems.texts) else []
         return "\n  ".join([head, *self._problems.texts, *more])
 
-    def _notices(self, counts: list[int], kept: int) -> Iterator[str]:
+    def _notices(self, counts: list[int], kept: int, columns: list[str]) -> Iterator[str]:
         if self._counts:
             yield f"left out: {tally(self._counts)}"
+        yield from unlabelled(columns if not self._values.labelled else [])
         if self._unused:
             yield f"members of samples that are not used: {tally(self._unused)}"
         if empty := [shard.name for shard, count in zip(self._shards, counts, strict=True) if not count]:

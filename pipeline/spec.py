@@ -145,6 +145,10 @@ class Dataset(_Model):
         extensions: endings that make a file a sample, instead of the source's own rule; lower case, without the dot.
     """
 
+    if TYPE_CHECKING:  # what a caller may write is more than what a field holds
+
+        def __init__(self, **data: Any) -> None: ...
+
     folder: Folder | None = None
     list: File | None = None
     shards: Patterns | None = None
@@ -172,6 +176,13 @@ class Dataset(_Model):
                 raise ValueError(f"{key}: belongs to {_or(sources)}, and this dataset is a `{self.source}`")
         if self.source == "shards" and self.columns.path != "path":
             raise ValueError("columns.path: belongs to `list`; a sample of `shards` is called by its key")
+        if self.source != "shards":
+            for ending in self.extensions or ():
+                if "." in ending:
+                    raise ValueError(
+                        f"extensions: {show(ending)} holds a dot; an ending of a `{self.source}` is what follows the"
+                        " last dot, only one of `shards` is all that follows the first"
+                    )
         label = self.columns.label
         if isinstance(label, list) and self.labels not in ("auto", "int", "float"):
             raise ValueError(f"columns.label: several columns are a vector of numbers, but `labels` is {self.labels}")

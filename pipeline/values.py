@@ -107,6 +107,15 @@ def _stream_name(value: object) -> str:
     return name
 
 
+def _encodable(text: str) -> bool:
+    """Whether it may be the name of a file: bytes that are no UTF-8 are good, as Python writes them."""
+    try:
+        text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _path(what: str) -> PlainValidator:
     """A path, made absolute: relative to the YAML file's folder, or to the working directory."""
 
@@ -114,8 +123,8 @@ def _path(what: str) -> PlainValidator:
         if not isinstance(value, str | bytes | os.PathLike) or not os.fspath(value):
             raise ValueError(f"must be the path of {what}")
         text = os.fsdecode(value)
-        if "\0" in text:
-            raise ValueError(f"must be the path of {what}, without NUL bytes")
+        if "\0" in text or not _encodable(text):
+            raise ValueError(f"must be the path of {what}, without NUL bytes and lone surrogates")
         try:
             path = Path(text).expanduser()
         except RuntimeError as error:
@@ -139,6 +148,8 @@ def _names(what: str) -> BeforeValidator:
     def check(value: object) -> list[str]:
         if not isinstance(value, list | tuple) or not value or not all(isinstance(v, str) and v for v in value):
             raise ValueError(f"must be a list of {what} (strings; put numbers in quotes)")
+        if broken := [v for v in value if not _encodable(v)]:
+            raise ValueError(f"must be {what}, as text; {show(broken[0])} is none")
         if repeated := sorted({v for v in value if value.count(v) > 1}):
             raise ValueError(f"must name each of the {what} once; {', '.join(map(show, repeated))} is repeated")
         return list(value)
@@ -160,8 +171,8 @@ def _extensions(value: object) -> object:
     if isinstance(value, list | tuple):
         value = [v.removeprefix(".").lower() if isinstance(v, str) else v for v in value]
         for v in value:
-            if isinstance(v, str) and ("." in v or "/" in v):
-                raise ValueError(f"must be endings such as jpg or .jpg, what follows the last dot; {show(v)} is none")
+            if isinstance(v, str) and "/" in v:
+                raise ValueError(f"must be endings such as jpg or .jpg; {show(v)} is none")
     return value
 
 

@@ -122,6 +122,14 @@ def test_a_list_without_labels_has_minus_one(root: Path) -> None:
         assert '"label"' in refusal(file, columns={"label": "label"})
 
 
+@pytest.mark.parametrize("header", ["path, label", "path,Label"])
+def test_a_list_whose_labels_are_called_otherwise_says_that_it_has_none(root: Path, header: str) -> None:
+    listing = listed(write(root, f"{header}\na.jpg,x\n"))
+    assert listing.labels.values.tolist() == [-1]
+    (notice,) = listing.notices
+    assert notice.startswith('each label is -1, for there is no "label"') and f'"{header[5:]}"' in notice
+
+
 # -- JSON Lines -------------------------------------------------------------------------------------------------
 
 
@@ -552,7 +560,10 @@ def test_classes_choose_and_number_and_limit_takes_the_first_of_what_is_left(roo
     listing = listed(file, classes=["z", "y"], limit=3)
     assert (listing.classes, listing.labels.values.tolist()) == (["z", "y"], [1, 0, 1])
     assert [n for (n,) in values(listing)] == ["1", "2", "3"] and listing.sizes.tolist() == [5, 5, 5]
-    assert listing.notices == ["limit: the first 3 of 4 samples"]
+    assert listing.notices == [
+        "left out, because `classes` does not name them: 1 of 5 samples",
+        "limit: the first 3 of 4 samples",
+    ]
     assert listed(file, limit=2).classes == ["x", "y", "z"], "numbers do not depend on the limit"
     assert 'classes: no label is "q"; there is "x", "y", "z"' in refusal(file, classes=["q"])
 

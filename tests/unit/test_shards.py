@@ -152,6 +152,12 @@ def test_dots_in_a_path_lead_where_the_system_says(root: Path, home: Path) -> No
         list_shards(described(shards=f"{root}/{{,link/../../data/}}t.tar"))
 
 
+def test_slashes_beyond_one_say_nothing(root: Path) -> None:
+    pattern = put(root, {"a.jpg": b""})
+    for path in (f"/{pattern}", f"//{pattern}", pattern.replace("/", "//")):
+        assert paths(list_shards(described(shards=path))) == ["t-0.tar/a.jpg"]
+
+
 def test_the_same_tar_twice_is_an_error(root: Path) -> None:
     pattern = put(root, {"a.jpg": b""}, {"b.jpg": b""})
     with pytest.raises(DatasetError, match=r"t-1.tar: given twice, the second time by .*t-\{1,0\}.tar"):
@@ -368,6 +374,14 @@ def test_other_endings_make_other_members_the_picture(root: Path) -> None:
     assert paths(listing) == ["t-0.tar/a.data", "t-0.tar/b.DATA"] and listing.counts == {".jpg": 1}
 
 
+def test_of_several_pictures_a_whole_ending_chooses_one(root: Path) -> None:
+    pair = {"a.b/1.Input.jpg": b"in", "a.b/1.target.jpg": b"target", "a.b/1.cls": b"x"}
+    assert "has 0 pictures" not in trouble(root, pair) and "`extensions` may name it" in trouble(root, pair)
+    listing = listed(root, pair, extensions=["input.JPG"])
+    assert paths(listing) == ["t-0.tar/a.b/1.Input.jpg"] and listing.counts == {".target.jpg": 1}
+    assert listed(root, pair, extensions=[".target.jpg"]).sizes.tolist() == [6]
+
+
 def test_a_tar_without_samples_is_named(root: Path) -> None:
     listing = listed(root, {}, {"a.jpg": b""}, {"x/README": b""})
     assert len(listing.paths) == 1
@@ -388,12 +402,15 @@ def test_a_tar_without_samples_is_named(root: Path) -> None:
         ([("a.jpg", b""), ("a.JPG", b"")], "a.JPG: the sample has another member .jpg"),
         ([("a.jpg", b""), ("a.cls", b"1"), ("a.cls", b"2")], "a.cls: the sample has another member .cls"),
         ([("a.jpg", b""), ("a.x", b""), ("a.x", b"")], "a.x: the sample has another member .x"),
-        ([("a.jpg", b""), ("a.webp", b"")], "a.webp: the sample has 2 pictures, .jpg, .webp"),
+        (
+            [("a.jpg", b""), ("a.webp", b"")],
+            "a.webp: the sample has 2 pictures, .jpg, .webp; `extensions` says which it is",
+        ),
         ([("a.cls", b"1"), ("a.npy", b"")], "a.cls: the sample has no picture, only .cls, .npy"),
         (
             [("235342 Track 2.0 (Clean).jpg", b"")],
             "235342 Track 2.0 (Clean).jpg: the sample has no picture, only .0 (clean).jpg; an ending is all that"
-            " follows the first dot of a name",
+            " follows the first dot of a name, `extensions` may name it",
         ),
         (
             [("x/a.b.c.jpg", b""), ("x/a.jpg", b""), ("x/a.b.d.jpg", b""), ("y.txt", b"")],
@@ -489,6 +506,13 @@ def test_captions_are_labels_that_are_texts(root: Path) -> None:
     listing = listed(root, with_("txt", "eine Straße\n".encode(), b""), {"x.jpg": b"", "x.txt": b" a, b\n"})
     assert listing.labels.text and listing.columns == [] and listing.classes == []
     assert texts(listing) == [["eine Straße\n"], [""], [" a, b\n"]]
+
+
+def test_values_beside_pictures_without_labels_are_named(root: Path) -> None:
+    listing = listed(root, with_("json", js({"class": 1}), js({"class": 2, "label": None})))
+    assert listing.labels.values.tolist() == [-1, -1]
+    (notice,) = listing.notices
+    assert notice == 'each label is -1, for there is no "label"; `columns: {label: NAME}` takes another: "class"'
 
 
 def test_without_any_target_labels_are_minus_one(root: Path) -> None:
@@ -618,7 +642,7 @@ def test_classes_choose_samples_in_their_order_and_limit_the_first_of_them(root:
     limited = listed(root, *contents, classes=["dog", "cow"], limit=2)
     assert paths(limited) == paths(chosen)[:2] and limited.labels.values.tolist() == [0, 1]
     assert texts(limited) == [["A"], ["C"]] and limited.notices[-1] == "limit: the first 2 of 3 samples"
-    with pytest.raises(DatasetError, match='classes: no label is "pig"; there is "cat", "cow", "dog"'):
+    with pytest.raises(DatasetError, match=r't-\{0..1\}.tar: classes: no label is "pig"; there is "cat", "cow", "dog"'):
         listed(root, *contents, classes=["pig"])
 
 
