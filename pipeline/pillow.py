@@ -130,6 +130,8 @@ def _decode(picture: Picture, reduction: int) -> Image.Image:
         # Pillow takes the largest reduction that leaves as many pixels as are asked for.
         image.draft(None, (size[0] // reduction, size[1] // reduction))
         size = -(-size[0] // reduction), -(-size[1] // reduction)
+    if isinstance(image, JpegImageFile):
+        _feed_at_once(image, picture.data)
     tiles = [*image.tile]  # loading forgets them
     with pillow_quiet(size[0] * size[1]):
         image.load()
@@ -138,6 +140,16 @@ def _decode(picture: Picture, reduction: int) -> Image.Image:
         if missing := _missing(image, picture, tiles, reduction):
             raise ValueError(missing)
         return _to_grey_or_rgb(image, picture)
+
+
+def _feed_at_once(image: JpegImageFile, data: bytes) -> JpegImageFile:
+    # Arithmetic coding cannot be interrupted, and Pillow would bring its data in pieces.
+    image.decodermaxblock = max(image.decodermaxblock, len(data))
+    return image
+
+
+def _reopened(data: bytes) -> JpegImageFile:
+    return _feed_at_once(JpegImageFile(io.BytesIO(data), b""), data)
 
 
 def _reason(picture: Picture, error: Exception) -> str:
@@ -169,10 +181,9 @@ def _missing_of_jpeg(image: Image.Image, picture: Picture, reduction: int) -> st
         if any(abs(level - 128) > _NEARLY_GREY for level in corner):
             return None
         # The verdict is that on the whole picture, whose last pixel is one of several that make this one.
-        return _missing_of_jpeg(JpegImageFile(io.BytesIO(picture.data), b""), picture, 1)
+        return _missing_of_jpeg(_reopened(picture.data), picture, 1)
     if jpeg.may_end_early(picture.data, corner):
-        longer = JpegImageFile(io.BytesIO(jpeg.with_more_data(picture.data)), b"")
-        if ImageChops.difference(image, longer).getbbox():
+        if ImageChops.difference(image, _reopened(jpeg.with_more_data(picture.data))).getbbox():
             return "JPEG whose data end before the picture does"
     return None
 

@@ -97,6 +97,13 @@ def _jpeg() -> dict[str, Kind]:
         "jpeg/4-2-0.jpg": Kind(jpeg(subsampling=2)),
         "jpeg/planar.jpg": Kind(b"".join(planar_jpeg(PICTURE, quality=95))),
         "jpeg/arithmetic.jpg": Kind(ARITHMETIC, ((128,) * 3,) * 4, size=(16, 32)),
+        "jpeg/arithmetic-behind-65536-bytes.jpg": Kind(
+            _inserted(
+                ARITHMETIC, *[_segment(0xE5, bytes(n - 4)) for n in (40000, 65536 - 40000 - len(ARITHMETIC) + 3)]
+            ),
+            ((128,) * 3,) * 4,
+            size=(16, 32),
+        ),
         "jpeg/long-comment.jpg": Kind(jpeg(comment=b"x" * 60000)),
         "jpeg/300-kB-before-the-picture.jpg": Kind(_inserted(jpeg(), *[_segment(0xE5, bytes(60000))] * 5)),
         "jpeg/no-jfif.jpg": Kind(jpeg()[:2] + jpeg()[jfif_end:]),
