@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.errors import DatasetError
-from headrace.pipeline.index import Ints, shown
+from headrace.pipeline.index import Ints, mtime_of, shown
 
 #: Told about an index that is being built: (samples done, samples in all; 0 while that is unknown).
 Progress = Callable[[int, int], None]
@@ -80,7 +80,7 @@ def measure(root: bytes, paths: Sequence[bytes]) -> Measured:
         if unusable := _unusable(full, state.st_mode):
             left_out.append((i, unusable))
         else:
-            sizes[i], mtimes_ns[i] = state.st_size, state.st_mtime_ns
+            sizes[i], mtimes_ns[i] = state.st_size, mtime_of(state)
     return Measured(sizes, mtimes_ns, left_out)
 
 

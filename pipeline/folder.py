@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from headrace.errors import DatasetError
 from headrace.pipeline import files
 from headrace.pipeline.files import UNUSABLE, Progress, Reporter, ending, ending_shown, reason_of, some, tally
-from headrace.pipeline.index import Ints, Labels, Listing, Paths, settled, shown
+from headrace.pipeline.index import Ints, Labels, Listing, Paths, mtime_of, settled, shown
 from headrace.pipeline.spec import Dataset
 
 #: Endings of what may be a picture; its content decides everything else.
@@ -145,7 +145,7 @@ class _Disk:
             now = time.time_ns()
             state = os.stat(full)  # before the listing: what comes later than this moves the mtime
             folder.identity = state.st_dev, state.st_ino
-            folder.mtime_ns = settled(state.st_mtime_ns, now)
+            folder.mtime_ns = settled(mtime_of(state), now)
             with os.scandir(full) as entries:
                 for entry in entries:
                     self._sort(folder, entry)

@@ -226,6 +226,12 @@ class Listing:
         return digest.hexdigest()
 
 
+def mtime_of(state: os.stat_result) -> int:
+    """When a file was modified, in ns, as int64. Disks know times beyond those, before 1677 and after 2262; they wrap
+    round, which leaves each other time another number."""
+    return (state.st_mtime_ns + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def settled(mtime_ns: int, now_ns: int) -> int:
     """An mtime as it may be compared later: one too fresh to prove anything becomes one that never matches."""
     return mtime_ns if abs(now_ns - mtime_ns) > RACY_NS else _UNPROVEN
@@ -529,7 +535,7 @@ def _state(path: bytes) -> tuple[int, int] | None:
         state = os.stat(path)
     except OSError:
         return None
-    return state.st_mtime_ns, state.st_size
+    return mtime_of(state), state.st_size
 
 
 def _round_up(n: int) -> int:

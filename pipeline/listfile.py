@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from headrace.errors import DatasetError
 from headrace.pipeline import files
 from headrace.pipeline.files import Measured, Progress, Reporter, ending, ending_shown, reason_of, tally
-from headrace.pipeline.index import Ints, Labels, Listing, Paths, settled, shown
+from headrace.pipeline.index import Ints, Labels, Listing, Paths, mtime_of, settled, shown
 from headrace.pipeline.labels import LabelColumn, Texts, unlabelled
 from headrace.pipeline.problems import show
 from headrace.pipeline.rows import NONE, BadLines, Row, form_of, lines_of
@@ -71,7 +71,7 @@ def list_file(dataset: Dataset, progress: Progress | None = None) -> Listing:
         mtimes_ns=chosen.mtimes_ns,
         labels=chosen.labels,
         watched=Paths.of([name]),
-        watched_mtimes_ns=np.array([settled(before.st_mtime_ns, now)], np.int64),
+        watched_mtimes_ns=np.array([settled(mtime_of(before), now)], np.int64),
         watched_sizes=np.array([before.st_size], np.int64),
         columns=taken.texts.columns,
         texts=chosen.texts,

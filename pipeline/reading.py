@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from headrace.errors import DatasetError
-from headrace.pipeline.index import Index
+from headrace.pipeline.index import Index, mtime_of
 from headrace.pipeline.probe import BadPicture
 from headrace.pipeline.spec import Decode
 
@@ -96,7 +96,7 @@ def compare(name: str, now: os.stat_result, size: int, mtime_ns: int, whose: str
         raise changed(name, whose + _NOT_REGULAR)
     if now.st_size != size:
         raise changed(name, f"{whose}size {size} → {now.st_size}")
-    if now.st_mtime_ns != mtime_ns:
+    if mtime_of(now) != mtime_ns:
         raise changed(name, f"{whose}modified {_time(mtime_ns)} → {_time(now.st_mtime_ns)}")
 
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from headrace.errors import DatasetError
 from headrace.pipeline.files import THREADS, Progress, Reporter, ending_shown, reason_of, some, tally
 from headrace.pipeline.folder import EXTENSIONS
-from headrace.pipeline.index import Index, Ints, Labels, Listing, Paths, settled, shown
+from headrace.pipeline.index import Index, Ints, Labels, Listing, Paths, mtime_of, settled, shown
 from headrace.pipeline.labels import LABEL, LabelColumn, Texts, unlabelled
 from headrace.pipeline.problems import show
 from headrace.pipeline.reading import changed, check_size, compare, open_indexed
@@ -282,8 +282,8 @@ def _list(root: bytes, name: bytes, endings: frozenset[bytes], count: Callable[[
             shard.problems.add(f"{shown(name)}: {_NOT_REGULAR}")
             return shard
         shard.identity = before.st_dev, before.st_ino
-        shard.size, shard.mtime_ns = before.st_size, before.st_mtime_ns
-        shard.settled_ns = settled(before.st_mtime_ns, now)
+        shard.size, shard.mtime_ns = before.st_size, mtime_of(before)
+        shard.settled_ns = settled(shard.mtime_ns, now)
         _Grouping(shard, endings, count).run(Tar(fd, before.st_size))
         after = os.fstat(fd)
         if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):

@@ -27,7 +27,7 @@ import numpy as np
 from headrace import __version__
 from headrace.errors import ConfigError, DeadlineError, HeadraceError
 from headrace.pipeline.dataset import open_index
-from headrace.pipeline.index import Index
+from headrace.pipeline.index import Index, mtime_of
 from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.spec import Config, Stream
 from headrace.server import ring_size
@@ -408,5 +408,5 @@ def _unchanged(index: Index, i: int) -> bool:
         now = os.stat(index.full_path(i))
     except OSError:
         return False
-    same = now.st_size == index.sizes[i] and now.st_mtime_ns == index.mtimes_ns[i]
+    same = now.st_size == index.sizes[i] and mtime_of(now) == index.mtimes_ns[i]
     return bool(same) and stat.S_ISREG(now.st_mode)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tars
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -154,6 +155,28 @@ def test_a_copy_elsewhere_has_the_same_data_fingerprint_and_its_own_index(
     copy = open_index(Dataset(folder=home / "copy"), home / "cache/headrace")
     assert copy.data_fingerprint == opened().data_fingerprint and copy.file != opened().file
     copy.close()
+
+
+@pytest.mark.parametrize("source", ["folder", "list", "shards"])
+def test_times_beyond_those_of_int64_are_compared_like_others(root: Path, home: Path, source: str) -> None:
+    (home / "l.csv").write_text("path\ndata/a/1.jpg\n")
+    tars.write(home / "t.tar", {"1.jpg": b"one"})
+    late = 1 << 63
+    for path in (root / "a", root / "a/1.jpg", home / "l.csv", home / "t.tar"):
+        os.utime(path, ns=(late, late))
+    if os.stat(root / "a").st_mtime_ns != late:
+        pytest.skip("this disk knows no such times")
+    place = {"folder": root, "list": home / "l.csv", "shards": str(home / "t.tar")}[source]
+    dataset = Dataset(**{source: place})
+    first, second = (open_index(dataset, home / "cache") for _ in range(2))
+    assert first.file is not None and os.fstat(first.fd).st_ino == os.fstat(second.fd).st_ino
+    assert open_source(dataset, first, Decode()).read(0) == b"one"
+    changed = home / "t.tar" if source == "shards" else root / "a/1.jpg"
+    os.utime(changed, ns=(late + 4 * 10**9, late + 4 * 10**9))
+    with pytest.raises(DatasetError, match="changed since it was indexed"):
+        open_source(dataset, first, Decode()).read(0)
+    first.close()
+    second.close()
 
 
 def test_a_damaged_index_is_built_again(opened: Callable[..., Index], walks: list[Dataset]) -> None:
