@@ -33,6 +33,9 @@ TEXT_LIMIT = 1 << 20
 #: Numbers of a vector, or classes of a data set whose samples have several.
 WIDTH_LIMIT = 1 << 20
 
+#: Bytes of the names of all classes: every client is told them, in one message.
+NAMES_LIMIT = 32 << 20
+
 #: Between the classes of a sample in a CSV cell.
 SEPARATOR = "|"
 
@@ -75,6 +78,7 @@ class LabelColumn:
         self._numbers: array[Any] = array("f" if kind == "float" else "q")
         self._width = 0
         self._names: dict[str, int] = {}  # in the order of their first mention
+        self._names_bytes = 0
         self._ends: array[int] = array("q")
 
     def __len__(self) -> int:
@@ -190,7 +194,15 @@ class LabelColumn:
             self._first = where, show(value)
 
     def _number(self, name: str) -> int:
-        return self._names.setdefault(name, len(self._names))
+        if name not in self._names:
+            self._names_bytes += len(name.encode())
+            if self._names_bytes > NAMES_LIMIT:
+                raise ValueError(
+                    f"the names of {len(self._names)} classes and this one, {show(name)}, take more than {NAMES_LIMIT}"
+                    " bytes; are these texts? (`labels: text`)"
+                )
+            self._names[name] = len(self._names)
+        return self._names[name]
 
     def _add_numbers(self, form: _Form, values: list[Any], value: object, where: str) -> None:
         numbers = [self._parsed(v) for v in values]

@@ -198,7 +198,7 @@ class _Taken:
             depth += -1 if part == b".." else 1
             if depth < 0:
                 raise self._outside(name)
-        return b"/".join(parts)
+        return b"/".join(parts) or b"."
 
     def _outside(self, path: bytes) -> ValueError:
         return ValueError(

@@ -112,8 +112,11 @@ class CsvRows:
             self._label = self._place(header, label or LABEL, "label")
         used = [self._path, *(self._label if isinstance(self._label, list) else [self._label])]
         self._further = [i for i in range(self._width) if i not in used]
-        for i in self._further:
-            texts.column(header[i])
+        try:
+            for i in self._further:
+                texts.column(header[i])
+        except ValueError as error:
+            bad.refuse(f"the header has too many columns: {error}")
 
     def __iter__(self) -> Iterator[Row]:
         while (cells := self._next()) is not None:

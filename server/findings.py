@@ -62,7 +62,7 @@ class Target:
         Raises:
             HeadraceError: it cannot be written.
         """
-        partial = self._file.with_name(f".{self._file.name[:100]}.{secrets.token_hex(4)}.partial")
+        partial = self._file.with_name(f".headrace-{secrets.token_hex(8)}.partial")
         try:
             with open(partial, "x", encoding="utf-8", newline="") as file:
                 try:

@@ -41,6 +41,11 @@ def test_a_file_is_made_with_the_mode_of_any_new_file(home: Path) -> None:
     assert stat.S_IMODE((home / "r.csv").stat().st_mode) == 0o640
 
 
+def test_a_name_may_be_as_long_as_the_disk_allows(home: Path) -> None:
+    Target(home / ("é" * 127), []).write(["a"])
+    assert (home / ("é" * 127)).read_text() == "a\n"
+
+
 def test_an_older_list_is_replaced_at_once_or_not_at_all(home: Path) -> None:
     file = home / "r.csv"
     Target(file, []).write(table(FINDINGS[:1]))

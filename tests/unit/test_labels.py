@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import DatasetError
+from headrace.pipeline import labels as module
 from headrace.pipeline.index import Labels
-from headrace.pipeline.labels import TEXT_LIMIT, WIDTH_LIMIT, Kind, LabelColumn, Texts
+from headrace.pipeline.labels import NAMES_LIMIT, TEXT_LIMIT, WIDTH_LIMIT, Kind, LabelColumn, Texts
+from headrace.protocol import DAEMON_LIMIT
 
 
 def column(kind: Kind, values: list[Any], *, cells: bool = False) -> LabelColumn:
@@ -158,6 +160,19 @@ def test_largest_and_smallest_numbers_stay_what_they_are() -> None:
     largest = float(np.finfo(np.float32).max)
     labels, _, _ = column("float", [largest, -largest, 1e-45, 0.1]).finish(None)
     assert labels.values.tolist() == [largest, -largest, float(np.float32(1e-45)), float(np.float32(0.1))]
+
+
+@pytest.mark.parametrize("kind", ["class", "classes"])
+def test_captions_taken_for_classes_are_refused_before_no_message_can_hold_them(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "NAMES_LIMIT", 8)
+    made = column(kind, ["éé", "abcd", "éé"], cells=True)
+    with pytest.raises(
+        ValueError, match=r"2 classes and this one, \"x\", take more than 8 bytes; are these texts\? \("
+    ):
+        made.add("x", "line 4")
+    assert NAMES_LIMIT < DAEMON_LIMIT // 2 + 1
 
 
 def test_no_class_at_all_is_an_error() -> None:
