@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 
 _SIGNATURE = 8
+_ANCILLARY = 0x20  # in the first byte of a type, which is then a small letter
 _IDAT = zlib.crc32(b"IDAT")
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
 _ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
@@ -28,15 +29,25 @@ def exif_after_pixels(data: bytes) -> bytes | None:
     return next((b"Exif\0\0" + bytes(content) for kind, content in chunks(data) if kind == b"eXIf"), None)
 
 
-def without_profile(data: bytes) -> bytes:
-    """The PNG without its colour profile."""
+def bare(data: bytes) -> bytes:
+    """What pixels and orientation need of a PNG: the critical chunks, and EXIF."""
     parts, at = [data[:_SIGNATURE]], _SIGNATURE
     for kind, content in chunks(data):
         end = at + 12 + len(content)
-        if kind != b"iCCP":
+        if not kind[0] & _ANCILLARY or kind == b"eXIf":
             parts.append(data[at:end])
         at = end
     return b"".join(parts)
+
+
+def until_end_of_pixels(data: bytes) -> bytes:
+    """The PNG up to the end of its compressed pixels; itself where nothing but its end marker follows."""
+    at = end = _SIGNATURE
+    for kind, content in chunks(data):
+        at += 12 + len(content)
+        if kind == b"IDAT":
+            end = at
+    return data if end == _SIGNATURE or len(data) <= end + 12 else data[:end]
 
 
 def damaged_pixels(data: bytes) -> bool:

@@ -127,12 +127,14 @@ def _opened(kind: str, data: bytes) -> ImageFile.ImageFile:
     if kind == HEIF:
         return heif.opened(data)
     factory = Image.OPEN[kind][0]
+    if kind == "PNG":
+        data = png.until_end_of_pixels(data)  # what follows Pillow would read too, and refuse damaged or long texts
     try:
         return factory(io.BytesIO(data), b"")
     except Exception:
-        # Profiles are ignored and damaged EXIF too, so neither must cost the picture.
-        if kind == "PNG" and b"iCCP" in data:
-            return factory(io.BytesIO(png.without_profile(data)), b"")
+        # Profiles and texts are ignored and damaged EXIF too, so none must cost the picture.
+        if kind == "PNG":
+            return factory(io.BytesIO(png.bare(data)), b"")
         if kind == "AVIF" and b"Exif" in data:
             return factory(io.BytesIO(_without_exif(data)), b"")
         raise

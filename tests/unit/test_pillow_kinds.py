@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from pictures import (
     noise,
     quadrants,
     stored,
+    with_chunk,
 )
 from PIL import Image
 
@@ -259,6 +261,26 @@ def test_a_png_with_a_wrong_checksum_is_a_reject() -> None:
         at = data.find(kind)
         end = at + 4 + int.from_bytes(data[at - 4 : at], "big")
         assert "checksum" in rejected(data[:end] + bytes([data[end] ^ 1]) + data[end + 1 :])
+
+
+@pytest.mark.parametrize("before", [b"IDAT", b"IEND"])
+@pytest.mark.parametrize(
+    "kind, content",
+    [
+        (b"zTXt", b"Raw profile type xmp\0\0" + zlib.compress(bytes(3 << 20))),
+        (b"iTXt", b"workflow\0\1\0\0\0" + zlib.compress(bytes(3 << 20))),
+        (b"zTXt", b"of another method\0\1no"),
+        (b"tEXt", b"long\0" + bytes(70 << 20)),
+        (b"gAMA", b""),
+        (b"pHYs", b"\0"),
+        (b"tRNS", b""),
+        (b"iCCP", b""),
+        (b"acTL", b"\0"),
+    ],
+)
+def test_what_no_pixel_of_a_png_depends_on_may_be_long_or_damaged(kind: bytes, content: bytes, before: bytes) -> None:
+    upright = encode(stored(quadrants(), 6), exif=exif(6))
+    same(with_chunk(upright, kind, content, before), quadrants())
 
 
 def test_a_png_is_whole_when_all_its_rows_are_there() -> None:

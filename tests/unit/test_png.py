@@ -84,11 +84,22 @@ def test_pixels_that_do_not_match_their_checksum_are_damaged() -> None:
     assert not png.damaged_pixels(data[:-1] + bytes([data[-1] ^ 1]))
 
 
-def test_a_profile_can_be_left_out_and_nothing_else_goes_with_it() -> None:
-    plain = encode(quadrants())
+def test_bare_pictures_keep_what_pixels_and_orientation_need() -> None:
+    plain = encode(quadrants().quantize(4))
     exif_too = with_chunk(plain, b"eXIf", b"MM\0*", before=b"IDAT")
     for data in (plain, exif_too):
-        assert png.without_profile(data) == data
-        assert png.without_profile(with_chunk(data, b"iCCP", b"x\0\1no", before=b"IDAT")) == data
+        assert png.bare(data) == data
+        for before in (b"PLTE", b"IDAT", b"IEND"):
+            for kind in (b"iCCP", b"zTXt", b"gAMA"):
+                assert png.bare(with_chunk(data, kind, b"x\0\1no", before=before)) == data
     cut = with_chunk(plain, b"iCCP", b"x\0\1no", before=b"IDAT")[:-30]
-    assert png.without_profile(cut) == plain[:-30]
+    assert png.bare(cut) == plain[:-30]
+
+
+def test_what_follows_the_pixels_can_be_left_out() -> None:
+    data = encode(quadrants())
+    pixels = data[:-12]
+    assert png.until_end_of_pixels(with_chunk(data, b"tEXt", b"a\0b", before=b"IEND")) == pixels
+    assert png.until_end_of_pixels(data + b"more") == pixels
+    for whole in (data, pixels, pixels[:-7], data[:20], data[:9], b""):
+        assert png.until_end_of_pixels(whole) is whole
