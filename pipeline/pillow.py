@@ -193,7 +193,7 @@ def _missing_of_tiff(image: TiffImageFile, picture: Picture, tiles: Sequence[Any
     if tags.get(_COMPRESSION) == _JPEG_IN_TIFF:
         # libtiff fills what such a strip or tile lacks with grey, and warns at most.
         places, counts = (tags.get(strips, tags.get(tiled, ())) for strips, tiled in ((273, 324), (279, 325)))
-        if any(b"\xff\xd9" not in picture.data[at : at + count] for at, count in zip(places, counts, strict=False)):
+        if any(picture.data.find(b"\xff\xd9", at, at + n) < 0 for at, n in zip(places, counts, strict=False)):
             return "TIFF whose JPEG data end before the picture does"
     # Strips or tiles that are not there at all: Pillow lists them, of planes that it reads by itself each.
     planes = tags.get(_SAMPLES, 1) if tags.get(_PLANAR) == 2 and tiles and tiles[0].codec_name == "raw" else 1

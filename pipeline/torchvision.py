@@ -12,7 +12,7 @@ from headrace.pipeline.transforms import Transform, output_size, parse
 #: Classes of torchvision that only hold others, and what torch has for it.
 _HOLDERS = ("Compose", "Sequential")
 #: Classes that change nothing here: every picture is RGB, and every batch a plain tensor.
-_NOTHING = ("Identity", "RGB", "ToPureTensor")
+_NOTHING = ("Identity", "RGB")
 _FLOATS = ("float16", "bfloat16", "float32")
 #: Pillow's numbers, which torchvision took before it had names.
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
@@ -128,6 +128,9 @@ class _Translation:
         if self._stage != "picture":
             raise _Refused("stands where the picture is a tensor already; leave it out")
         self._stage, self._dtype = ("float", "float32") if scaled else ("tensor", "uint8")
+
+    def to_pure_tensor(self) -> None:
+        self.kind = "Tensor"
 
     def to_dtype(self, dtype: str | None, scale: bool) -> None:
         if dtype is None:
@@ -264,6 +267,7 @@ _RULES: dict[str, Callable[[_Translation, Any], None]] = {
     "ToTensor": lambda to, part: to.to_tensor(scaled=True),
     "PILToTensor": lambda to, part: to.to_tensor(scaled=False),
     "ToImage": lambda to, part: to.to_tensor(scaled=False, kind="Image"),
+    "ToPureTensor": lambda to, part: to.to_pure_tensor(),
     "ToDtype": _to_dtype,
     "ConvertImageDtype": _convert_image_dtype,
     "Normalize": lambda to, part: to.normalize(part),

@@ -133,6 +133,20 @@ def test_a_pipeline_without_tensors_says_nothing_of_the_output(v1: Any) -> None:
     assert translated(v1.RandomResizedCrop(8)) == {"transforms": [headrace.RandomResizedCrop(8).plain()], "output": {}}
 
 
+def test_a_type_for_each_kind_of_input_is_that_of_the_kind_that_comes(v2: Any) -> None:
+    import torch
+
+    types = {torchvision("tv_tensors").Image: torch.float16, "others": torch.bfloat16}
+    for chain, expected in (
+        ([v2.ToImage()], "float16"),
+        ([v2.ToImage(), v2.ToPureTensor()], "bfloat16"),
+        ([v2.PILToTensor()], "bfloat16"),
+    ):
+        compose = v2.Compose([v2.CenterCrop(8), *chain, v2.ToDtype(types, scale=True)])
+        assert str(compose(noise(9, 9)).dtype) == f"torch.{expected}"
+        assert translated(compose)["output"] == {"dtype": expected}
+
+
 def test_the_transforms_of_weights(v1: Any) -> None:
     models = torchvision("models")
     for weights in (
