@@ -16,6 +16,7 @@ import errno
 import itertools
 import socket
 import struct
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,12 +35,15 @@ from headrace.workers.loop import Loop
 _TURN = 256
 #: Messages that wait for one peer: the answers to all that it may have asked for, and some to spare.
 _QUEUE = protocol.MAX_OUTSTANDING + 256
-#: Seconds between two looks at frames that have not left.
-_SOONEST, _LATEST = 0.005, 1.0
+#: Seconds between two looks at frames that have not left, and the latter between two at connections.
+_SOONEST, _LATEST = 0.005, 0.25
 #: Bytes of a field that is copied: less than what it costs to keep account of it.
 _COPIED = 1 << 16
 #: Seconds that last words get when the daemon ends.
 _LINGER = 0.5
+#: Bytes that a peer may have sent without a message coming of them: more than all that a session may ask for at once;
+#: and in a second, for heartbeats.
+_UNHEARD, _BEATS = 256 << 10, 256
 
 _HINTS = {
     errno.EADDRINUSE: "another program, or another daemon, listens there: take another port, or 0 for a free one",
@@ -49,6 +53,8 @@ _HINTS = {
 }
 _ALIVE = protocol.encode(Alive())
 _EVENT = struct.Struct("=hi")
+#: Where `struct tcp_info` of Linux has the bytes received, a uint64, and where that ends.
+_RECEIVED = slice(128, 136)
 _numbers = itertools.count()
 
 
@@ -72,6 +78,14 @@ class Timings:
 
 
 TIMINGS = Timings()
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """A connection: since when, and how many bytes of it were messages that we have taken."""
+
+    since: float
+    heard: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -125,7 +139,8 @@ class Network:
         self._muted: set[bytes] = set()
         self._busy: set[Lane] = set()
         self._ports: set[int] = set()
-        self._connections: set[int] = set()
+        self._connections: dict[int, _Peer] = {}  # by libzmq's descriptor
+        self._looked = time.monotonic()
         self._router = make_router(context, threads=threads)
         router = self._router
         router.setsockopt(zmq.SNDHWM, _QUEUE)
@@ -174,23 +189,40 @@ class Network:
             except zmq.Again:
                 return
             if event == zmq.EVENT_DISCONNECTED:
-                self._connections.discard(fd)
+                self._connections.pop(fd, None)
                 continue
-            self._connections.add(fd)
+            self._connections[fd] = _Peer(time.monotonic())
             if self._crowded():
                 self._cut(fd)
 
+    def _cut_the_endless(self) -> None:
+        """End connections over which bytes come and no messages.
+
+        libzmq keeps the frames of a message until the last one has come. It bounds each, but not how many there are: of
+        frames of a byte it makes twenty times as much memory.
+        """
+        for fd, peer in self._connections.items():
+            allowed = peer.heard + _UNHEARD + _BEATS * (time.monotonic() - peer.since)
+            if self._borrow(fd, _received) > allowed:
+                self.nonsense += 1
+                self._cut(fd)
+
     def _cut(self, fd: int) -> None:
+        self._borrow(fd, _shut_down)
+
+    def _borrow(self, fd: int, use: Callable[[socket.socket], int]) -> int:
+        """What `use` makes of a connection of libzmq's; 0 if it is none any more, as it may be at any moment."""
         # The descriptor is libzmq's, so it is not closed here, and by now it may be somebody else's: only a connection
-        # to us is ended. A duplicate would be safer, but there may be no descriptor left for it.
+        # to us is touched. A duplicate would be safer, but there may be no descriptor left for it.
         with contextlib.suppress(OSError):
             connection = socket.socket(fileno=fd)
             try:
                 internet = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if internet and connection.getsockname()[1] in self._ports:
-                    connection.shutdown(socket.SHUT_RDWR)
+                    return use(connection)
             finally:
                 connection.detach()
+        return 0
 
     # -- messages -----------------------------------------------------------------------------------------------
 
@@ -200,6 +232,8 @@ class Network:
                 return
             head, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             identity = head.bytes
+            if frames and (peer := self._connections.get(int(frames[0].get(zmq.SRCFD)))) is not None:
+                peer.heard += sum(map(_wire_bytes, frames))
             # Identities that we gave begin with zero; one that a peer has chosen could be another's later.
             if len(frames) != 1 or not identity.startswith(b"\0"):
                 self.nonsense += 1
@@ -255,7 +289,10 @@ class Network:
         return True
 
     def sweep(self) -> None:
-        """Say what has left."""
+        """Say what has left; and look after connections now and then."""
+        if time.monotonic() - self._looked > _LATEST:
+            self._looked = time.monotonic()
+            self._cut_the_endless()
         for lane in list(self._busy):
             while lane.shipments and lane.shipments[0].left:
                 lane.shipments.popleft().done()
@@ -296,6 +333,22 @@ def send(router: zmq.Socket[bytes], identity: bytes, message: Message) -> bool:
     except zmq.ZMQError:
         return False
     return True
+
+
+def _received(connection: socket.socket) -> int:
+    """Bytes so far."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.stop)
+    return int.from_bytes(info[_RECEIVED], sys.byteorder)
+
+
+def _shut_down(connection: socket.socket) -> int:
+    connection.shutdown(socket.SHUT_RDWR)
+    return 0
+
+
+def _wire_bytes(frame: zmq.Frame) -> int:
+    size = len(frame)
+    return size + (2 if size < 256 else 9)
 
 
 def _ms(seconds: float) -> int:

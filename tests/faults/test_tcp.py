@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -419,6 +420,33 @@ while time.monotonic() < end:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("size", [1, 60_000])
+def test_a_message_without_end_is_cut_off(
+    patient: Daemon, clients: list[RemoteClient | BareClient], home: Path, size: int
+) -> None:
+    """libzmq keeps all of its frames until the last one has come."""
+    stranger = BareClient(patient.tcp_address)
+    clients.append(stranger)
+    frame = b"\x03" + size.to_bytes(8, "big") + bytes(size)
+    began = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        stranger.socket.sendall(frame * (1 + (1 << 20) // len(frame)))
+        while stranger.read(1):
+            pass
+    assert time.monotonic() - began < TIMEOUT / 2  # after TIMEOUT it is cut off because it answers no heartbeats
+    epoch_is_whole(patient, home)
+
+
+def test_a_client_that_says_much_is_not_cut_off(patient: Daemon, clients: list[RemoteClient | BareClient]) -> None:
+    client = RemoteClient(patient.tcp_address)
+    clients.append(client)
+    for request in range(20_000):  # more than a megabyte
+        client.say(Cancel(token=client.welcome.token, request=request))
+    time.sleep(1)
+    client.get(20_000, 0)
+    client.rows()
 
 
 def test_connections_without_end_do_not_end_the_daemon(many: Callable[[int], Path], home: Path) -> None:

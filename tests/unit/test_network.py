@@ -224,7 +224,7 @@ def test_a_network_looks_less_and_less_often_after_rows_that_do_not_leave(
 ) -> None:
     hub = hubs()
     lane = hub.lane(bare(hub.endpoint))
-    assert hub.network.patience == 1.0
+    assert hub.network.patience == 0.25
     hub.network.ship(lane, ROWS, fields(BIG), lambda: None)
     waits = []
     end = time.monotonic() + 2.5
@@ -232,7 +232,7 @@ def test_a_network_looks_less_and_less_often_after_rows_that_do_not_leave(
         waits.append(hub.network.patience)
         hub.loop.run_once(hub.network.patience)
         hub.network.sweep()
-    assert waits[0] < 0.01 and waits[-1] == 1.0 and len(waits) < 60
+    assert waits[0] < 0.01 and waits[-1] == 0.25 and len(waits) < 60
 
 
 # -- who is there -----------------------------------------------------------------------------------------------
