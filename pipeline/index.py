@@ -52,6 +52,7 @@ _META_LIMIT = 1 << 28
 _READ = 1 << 22
 _PARTIAL = ".partial"
 _ABANDONED = 600  # seconds after which nobody is writing a partial file any more
+_STAT_BATCH = 64
 _STAT_THREADS = 16  # what is watched is asked for its state at once: on a network disk each answer is a round trip
 
 #: A folder or file modified this recently may be modified again without its mtime moving (a tick of the kernel's
@@ -347,11 +348,14 @@ class Index:
             fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return None
+        if os.fstat(fd).st_uid != os.geteuid():  # nothing of it is believed, nor mapped, which its owner may cut
+            os.close(fd)
+            return None
         try:
             index = cls(fd, file)
         except (ValueError, OSError):
             return None
-        if os.fstat(fd).st_uid == os.geteuid() and index.key == key and index._intact():
+        if index.key == key and index._intact():
             return index
         index.close()
         return None
@@ -487,14 +491,22 @@ class Index:
 
         Costs one `stat` for each. Files that changed in place do not show here, but when they are read.
         """
-        count = len(self._watched_mtimes_ns)
         with ThreadPoolExecutor(_STAT_THREADS, "headrace-index") as pool:
-            states = pool.map(_state, map(self.watched_path, range(count)), chunksize=64)
-            then = zip(self._watched_mtimes_ns.tolist(), self.watched_sizes.tolist(), strict=True)
-            for k, ((mtime_ns, size), now) in enumerate(zip(then, states, strict=True)):
-                if now is None or mtime_ns != now[0] or size not in (-1, now[1]):
+            for found in pool.map(self._changed_of, range(0, len(self.watched_sizes), _STAT_BATCH)):
+                if found is not None:
                     pool.shutdown(cancel_futures=True)
-                    return self.watched_path(k)
+                    return found
+        return None
+
+    def _changed_of(self, first: int) -> bytes | None:
+        """The same among a batch, the first of which has this number."""
+        some = slice(first, first + _STAT_BATCH)
+        then = zip(self._watched_mtimes_ns[some].tolist(), self.watched_sizes[some].tolist(), strict=True)
+        for k, (mtime_ns, size) in enumerate(then, first):
+            path = self.watched_path(k)
+            now = _state(path)
+            if now is None or mtime_ns != now[0] or size not in (-1, now[1]):
+                return path
         return None
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 
@@ -19,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.pipeline.index import RACY_NS, Index, Labels, Listing, Paths, settled, shown
+from headrace.pipeline.index import RACY_NS, VERSION, Index, Labels, Listing, Paths, settled, shown
 
 KEY = "k" * 64
 NAMES = [b"a/1.jpg", b"a/\xff\xfe.jpg", b"b/tab\t, new line\n, \\.jpg", b"b/deep/\xc3\xa9.jpg"]
@@ -202,6 +203,10 @@ def test_another_users_file_is_not_trusted(tmp_path: Path) -> None:
     Index.write(listing(), file, KEY).close()
     os.chown(file, 12345, 12345)
     assert Index.open(file, KEY) is None
+    meta = b"{}"
+    head = b"headrace" + VERSION.to_bytes(4, "little") + len(meta).to_bytes(4, "little") + sha256(meta).digest() + meta
+    file.write_bytes(head)  # made by hand, to be stumbled over
+    assert Index.open(file, KEY) is None
 
 
 def test_a_descriptor_that_is_no_index_is_refused_and_closed(tmp_path: Path) -> None:
@@ -234,6 +239,22 @@ def test_a_folder_that_was_touched_or_is_gone_is_found_by_its_mtime(tmp_path: Pa
     (tmp_path / "a").rmdir()
     assert index.changed() in (os.fsencode(tmp_path) + b"/", os.fsencode(tmp_path / "a"))
     index.close()
+
+
+@pytest.mark.parametrize("at", [0, 63, 64, 129])
+def test_of_many_folders_each_is_looked_at(tmp_path: Path, at: int) -> None:
+    folders = [tmp_path / f"{i:03}" for i in range(130)]
+    for folder in folders:
+        folder.mkdir()
+    states = [os.stat(folder) for folder in folders]
+    with made(
+        watched=Paths.of([os.fsencode(folder) for folder in folders]),
+        watched_mtimes_ns=np.array([state.st_mtime_ns for state in states]),
+        watched_sizes=np.full(130, -1, np.int64),
+    ) as index:
+        assert index.changed() is None
+        os.utime(folders[at], ns=(1, 1))
+        assert index.changed() == os.fsencode(folders[at])
 
 
 def test_a_folder_that_may_still_be_changing_proves_nothing() -> None:
