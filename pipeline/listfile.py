@@ -58,6 +58,7 @@ def list_file(dataset: Dataset, progress: Progress | None = None) -> Listing:
                 if number % _TICK == 0:
                     report(number, 0)
         after = os.fstat(fd)
+        whole = os.pread(fd, 1, max(0, after.st_size - 1)) in (b"\n", b"\r")
     if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
         bad.refuse("was changed while it was read; try again")
     bad.check()
@@ -76,7 +77,7 @@ def list_file(dataset: Dataset, progress: Progress | None = None) -> Listing:
         columns=taken.texts.columns,
         texts=chosen.texts,
         counts=dict(taken.counts + Counter(why for _, why in left_out)),
-        notices=list(_notices(dataset, taken, chosen, left_out)),
+        notices=list(_notices(dataset, taken, chosen, left_out, whole=whole)),
     )
 
 
@@ -329,7 +330,11 @@ def _settle(dataset: Dataset, root: bytes, chosen: _Chosen, bad: BadLines, repor
     return named
 
 
-def _notices(dataset: Dataset, taken: _Taken, chosen: _Chosen, left_out: list[tuple[str, str]]) -> Iterator[str]:
+def _notices(
+    dataset: Dataset, taken: _Taken, chosen: _Chosen, left_out: list[tuple[str, str]], *, whole: bool
+) -> Iterator[str]:
+    if not whole:  # "a.jpg,1" may be the beginning of "a.jpg,12"
+        yield "its last line has no end: is the list cut, or still being written?"
     yield from files.notices(left_out)
     if counted := tally(taken.counts):
         yield f"left out by ending: {counted}"

@@ -337,6 +337,14 @@ def test_ten_bad_lines_are_named_and_the_others_counted(root: Path) -> None:
     assert message.endswith("line 21: no.jpg: it does not exist\n  and 13 more")
 
 
+@pytest.mark.parametrize(("end", "whole"), [("\n", True), ("\r\n", True), ("\r", True), ("", False)])
+def test_a_last_line_without_an_end_is_said_as_the_list_may_be_cut(root: Path, end: str, whole: bool) -> None:
+    for text, name in ((f"path,label{end or chr(10)}a.jpg,1{end}", "l.csv"), ('{"path": "a.jpg"}' + end, "l.jsonl")):
+        notices = listed(write(root, text, name)).notices
+        assert notices == ([] if whole else ["its last line has no end: is the list cut, or still being written?"])
+    assert "has no samples" in refusal(write(root, "", "l.jsonl"))
+
+
 def test_a_list_that_is_no_readable_file_is_an_error(root: Path) -> None:
     os.mkfifo(root / "fifo.csv")
     (root / "loop.csv").symlink_to("loop.csv")
