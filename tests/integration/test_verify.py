@@ -162,11 +162,11 @@ def test_a_list_and_shards_of_the_files_are_judged_line_by_line_as_the_folder_is
     assert "never written to" in verify(config, "-o", home / "all.csv", status=2)[1]
     assert verify(config, "-o", home / "rejects.csv", status=1)[0] == ""  # beside them is not in them
     found = {name: [row for row in rows((home / "rejects.csv").read_text()) if row[0] == name] for name in sources}
-    of = {row[2]: (row[3], row[4].removeprefix("a file")) for row in found["folder"] if "\\" not in row[2]}
+    of = {row[2]: (row[3], row[4]) for row in found["folder"] if "\\" not in row[2]}
     assert len(of) == len(bad_files(b"")) - 1
     assert [(row[1], row[2]) for row in found["list"]] == [(i, name) for i, name in enumerate(twice) if name in of]
-    assert all((row[3], row[4].removeprefix("a file")) == of[row[2]] for row in found["list"])
-    shards = {files[row[1]]: (row[3], row[4].removeprefix("a member")) for row in found["shards"]}
+    assert all((row[3], row[4]) == of[row[2]] for row in found["list"])
+    shards = {files[row[1]]: (row[3], row[4]) for row in found["shards"]}
     assert shards == of
     assert all(row[2].startswith("all.tar/") for row in found["shards"])
 
