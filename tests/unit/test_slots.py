@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 
 from headrace.slots import PAGE, Ring, SlotLayout, Status
 
-LAYOUT = SlotLayout(chunk=5, height=7, width=11)
-layouts = st.builds(SlotLayout, chunk=st.integers(1, 64), height=st.integers(1, 300), width=st.integers(1, 300))
+LAYOUT = SlotLayout(chunk=5, height=7, width=11, label_dtype="float32", label_width=3, text=50)
+layouts = st.builds(
+    SlotLayout,
+    chunk=st.integers(1, 64),
+    height=st.integers(1, 300),
+    width=st.integers(1, 300),
+    label_dtype=st.sampled_from(["int64", "float32"]),
+    label_width=st.integers(0, 100),
+    text=st.integers(0, 10_000),
+)
 
 
 @given(layouts)
@@ -29,7 +37,7 @@ def test_fields_lie_aligned_in_order_and_apart_within_the_stride(layout: SlotLay
         end = offset + dtype.itemsize * int(np.prod(shape))
     assert layout.stride % PAGE == 0
     assert end <= layout.stride < end + PAGE
-    assert list(layout.fields) == ["images", "labels", "indices", "status"]
+    assert list(layout.fields) == ["images", "labels", "indices", "status", "ends", "text"]
 
 
 @given(layouts)
@@ -40,9 +48,13 @@ def test_a_layout_survives_the_wire(layout: SlotLayout) -> None:
 @pytest.mark.parametrize(
     "layout",
     [{"chunk": 0, "height": 1, "width": 1}, {"chunk": 1, "height": -1, "width": 1}, {"chunk": 1, "height": 1}]
-    + [{"chunk": 1, "height": 1, "width": 1 << 40}, {"chunk": 1, "height": 1, "width": 1, "depth": 1}],
+    + [{"chunk": 1, "height": 1, "width": 1 << 40}, {"chunk": 1, "height": 1, "width": 1, "depth": 1}]
+    + [
+        {"chunk": 1, "height": 1, "width": 1, "label_dtype": "int32"},
+        {"chunk": 1, "height": 1, "width": 1, "text": -1},
+    ],
 )
-def test_a_layout_out_of_bounds_is_refused(layout: dict[str, int]) -> None:
+def test_a_layout_out_of_bounds_is_refused(layout: dict[str, object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(layout, SlotLayout)
 
