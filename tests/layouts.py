@@ -248,7 +248,9 @@ POWERLESS = "--bounding-set=-dac_override,-dac_read_search"
 # Where the interpreter lies in a folder that only root may enter: in a mount namespace of its own that folder holds the
 # interpreter alone, and everybody may enter it.
 _SHOW_INTERPRETER = """
-exec 9<"$1" && mount -t tmpfs -o mode=755 none "$2" && mkdir -p "$1" && mount --no-canonicalize --bind /proc/self/fd/9 "$1" || exit
+exec 9<"$1" || exit
+mount -t tmpfs -o mode=755 none "$2" && mkdir -p "$1" || exit
+mount --no-canonicalize --bind /proc/self/fd/9 "$1" || exit
 exec 9<&-
 shift 2
 exec "$@"

@@ -145,7 +145,7 @@ def test_a_view_that_is_still_held_keeps_its_bytes_after_close() -> None:
 _WRITER = """
 import sys
 from headrace.slots import Ring, SlotLayout
-ring = Ring.attach(int(sys.argv[1]), SlotLayout(5, 7, 11), 2, writable=True)
+ring = Ring.attach(int(sys.argv[1]), SlotLayout(5, 7, 11, "float32", 3, 50), 2, writable=True)
 print(int(ring.generation[0]), flush=True)
 low, high = 0x1111111111111111, 0xEEEEEEEEEEEEEEEE
 ring.views[1].labels[...] = range(5)
