@@ -148,7 +148,7 @@ from headrace.slots import Ring, SlotLayout
 ring = Ring.attach(int(sys.argv[1]), SlotLayout(5, 7, 11, "float32", 3, 50), 2, writable=True)
 print(int(ring.generation[0]), flush=True)
 low, high = 0x1111111111111111, 0xEEEEEEEEEEEEEEEE
-ring.views[1].labels[...] = range(5)
+ring.views[1].indices[...] = range(5)
 while not ring.views[0].status[0]:
     ring.generation[1] = low
     ring.generation[1] = high
@@ -172,7 +172,7 @@ def test_generations_are_seen_whole_by_another_process() -> None:
     assert writer.wait(timeout=30) == 0
     writer.stdout.close()
     assert seen <= {0x1111111111111111, 0xEEEEEEEEEEEEEEEE}
-    assert list(ring.views[1].labels) == [0, 1, 2, 3, 4]
+    assert list(ring.views[1].indices) == [0, 1, 2, 3, 4]
     ring.close()
 
 
