@@ -221,12 +221,7 @@ class Remote:
     def _of_a_session(self, network: Network, identity: bytes, message: Get | Cancel | Leave) -> None:
         connection = self._sessions.find(message.token)
         transport = connection.transport if connection is not None else None
-        if (
-            connection is None
-            or not isinstance(transport, Tcp)
-            or transport.network is not network
-            or transport.control != identity
-        ):
+        if connection is None or transport is None or not transport.hears(network, identity):
             network.send(identity, Unknown(token=message.token))
         elif isinstance(message, Leave):
             self._sessions.end(connection)

@@ -526,11 +526,10 @@ class Service:
             self._nonsense += 1
             return
         connection = self.find(message.token)
-        if connection is None or not isinstance(connection.transport, SharedMemory):
+        transport = connection.transport if connection is not None else None
+        if connection is None or transport is None or not transport.hears(self._router, identity):
             send(self._router, identity, Unknown(token=message.token))
-            return
-        connection.transport.identity = identity
-        if isinstance(message, Release):
+        elif isinstance(message, Release):
             at = self._at(connection)
             assert at is not None and connection.session is not None
             at.desk.release(connection.session, message.request)

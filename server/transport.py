@@ -28,12 +28,15 @@ class Transport(Protocol):
     Attributes:
         name: for the handshake.
         endpoint: where its client connects to; empty if it is there already.
+        attached: whether chunks can go out by now.
     """
 
     @property
     def name(self) -> str: ...
     @property
     def endpoint(self) -> str: ...
+    @property
+    def attached(self) -> bool: ...
 
     def begin(self, at: OpenStream) -> list[int]:
         """The session begins: new descriptors that the client gets with its `Welcome`.
@@ -41,6 +44,9 @@ class Transport(Protocol):
         Raises:
             OSError: (EMFILE) none are left.
         """
+
+    def hears(self, via: object, identity: bytes) -> bool:
+        """Whether what came from there, a peer of this socket or network, may speak for the session."""
 
     def answer(self, message: Message) -> bool:
         """Whether the message is on its way to the client."""
@@ -67,17 +73,24 @@ class SharedMemory:
     """
 
     name = "shm"
+    attached = True
 
     def __init__(self, router: zmq.Socket[bytes], endpoint: str) -> None:
         self.endpoint = endpoint
-        self.identity = b""
         self._router = router
+        self._identity = b""
 
     def begin(self, at: OpenStream) -> list[int]:
         return [at.ring.read_only_fd()]
 
+    def hears(self, via: object, identity: bytes) -> bool:
+        if via is not self._router:
+            return False
+        self._identity = identity  # answers go to where the last message came from
+        return True
+
     def answer(self, message: Message) -> bool:
-        return send(self._router, self.identity, message)
+        return send(self._router, self._identity, message)
 
     def deliver(self, delivery: Delivery, at: OpenStream) -> bool:
         slot = delivery.slot
@@ -125,7 +138,7 @@ class Tcp:
 
     @property
     def attached(self) -> bool:
-        """Whether rows can go out."""
+        """Once there is a data connection."""
         return bool(self._lanes)
 
     def attach(self, lane: int, identity: bytes) -> str | None:
@@ -150,6 +163,9 @@ class Tcp:
     def begin(self, at: OpenStream) -> list[int]:
         self._since = time.monotonic()
         return []
+
+    def hears(self, via: object, identity: bytes) -> bool:
+        return via is self.network and identity == self.control
 
     def answer(self, message: Message) -> bool:
         return self.network.send(self.control, message)
