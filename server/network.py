@@ -31,7 +31,7 @@ from headrace.errors import ConfigError
 from headrace.protocol import Alive, Message, Rows
 from headrace.workers.loop import Loop
 
-#: Messages that are taken in one turn of the loop: one client's flood must not keep the others waiting.
+#: Frames that are taken in one turn of the loop: one client's flood must not keep the others waiting.
 _TURN = 256
 #: Messages that wait for one peer: the answers to all that it may have asked for, and some to spare.
 _QUEUE = protocol.MAX_OUTSTANDING + 256
@@ -227,17 +227,21 @@ class Network:
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _readable(self) -> None:
-        for _ in range(_TURN):
+        taken = 0
+        while taken < _TURN:
             if not cast(int, self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to hear it by exception
                 return
             head, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            taken += len(frames)
             identity = head.bytes
-            if frames and (peer := self._connections.get(int(frames[0].get(zmq.SRCFD)))) is not None:
-                peer.heard += sum(map(_wire_bytes, frames))
             # Identities that we gave begin with zero; one that a peer has chosen could be another's later.
             if len(frames) != 1 or not identity.startswith(b"\0"):
                 self.nonsense += 1
-            elif identity not in self._muted:
+                continue
+            # The connection may have ended, and the descriptor be another's by now: then that one is given credit.
+            if (peer := self._connections.get(int(frames[0].get(zmq.SRCFD)))) is not None:
+                peer.heard += _wire_bytes(frames[0])
+            if identity not in self._muted:
                 self._heard(self, identity, frames[0])
 
     def send(self, identity: bytes, message: Message) -> bool:

@@ -448,6 +448,27 @@ def test_a_message_without_end_is_cut_off(
     epoch_is_whole(patient, home)
 
 
+def test_messages_of_many_frames_are_cut_off_and_keep_nobody_waiting(patient: Daemon, home: Path) -> None:
+    flood = f"""
+from remote import BareClient
+stranger = BareClient({patient.tcp_address!r})
+message = b"\\x01\\x01x" * 60_000 + b"\\x00\\x01x"
+try:
+    while True:
+        stranger.socket.sendall(message)
+except OSError:
+    pass
+"""
+    process = subprocess.Popen([sys.executable, "-c", flood], cwd=Path(__file__).parent.parent)
+    try:
+        time.sleep(2)
+        epoch_is_whole(patient, home)
+        assert patient.stop() == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_client_that_says_much_is_not_cut_off(patient: Daemon, clients: list[RemoteClient | BareClient]) -> None:
     client = RemoteClient(patient.tcp_address)
     clients.append(client)
