@@ -82,7 +82,7 @@ def scene(many: Callable[[int], Path], home: Path):  # type: ignore[no-untyped-d
 
 def both_lengths(test: Callable[..., None]) -> Callable[..., None]:
     """Four times in every run, twenty times in a long one."""
-    return pytest.mark.parametrize("times", [4, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])(
+    return pytest.mark.parametrize("times", [3, pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])(
         test
     )
 

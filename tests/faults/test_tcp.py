@@ -244,32 +244,28 @@ def test_a_client_that_leaves_is_gone_at_once_and_one_that_vanishes_soon(
 # -- clients that break rules -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "rule",
-    ["a chunk that is none", "rows that are none", "a number in use", "a second Hello", "garbage", "a foreign message"],
-)
+RULES: dict[str, Callable[[RemoteClient], object]] = {
+    "a chunk that is none": lambda client: client.get(1, CHUNKS),
+    "rows that are none": lambda client: client.get(1, 0, first=2, count=3),
+    "a number in use": lambda client: (client.get(7, 0), client.get(7, 1)),
+    "a second Hello": lambda client: client.say(Hello(stream=None, transport="tcp")),
+    "garbage": lambda client: client.control.send(bytes([protocol.VERSION]) + b"garbage"),
+    "a foreign message": lambda client: client.say(Release(token=client.welcome.token, request=1)),
+}
+
+
 def test_who_breaks_a_rule_is_put_out_and_told_why(
-    patient: Daemon, clients: list[RemoteClient | BareClient], home: Path, rule: str
+    patient: Daemon, clients: list[RemoteClient | BareClient], home: Path, subtests: pytest.Subtests
 ) -> None:
-    client = RemoteClient(patient.tcp_address)
-    clients.append(client)
-    match rule:
-        case "a chunk that is none":
-            client.get(1, CHUNKS)
-        case "rows that are none":
-            client.get(1, 0, first=2, count=3)
-        case "a number in use":
-            client.get(7, 0), client.get(7, 1)
-        case "a second Hello":
-            client.say(Hello(stream=None, transport="tcp"))
-        case "garbage":
-            client.control.send(bytes([protocol.VERSION]) + b"garbage")
-        case "a foreign message":
-            client.say(Release(token=client.welcome.token, request=1))
-    assert isinstance(client.told(), Goodbye | Refused)
-    assert patient.ping().sessions == 0
-    client.get(2, 0)
-    assert client.hears_nothing_more(0.3)
+    for rule, break_it in RULES.items():
+        with subtests.test(rule):
+            client = RemoteClient(patient.tcp_address)
+            clients.append(client)
+            break_it(client)
+            assert isinstance(client.told(), Goodbye | Refused)
+            assert patient.ping().sessions == 0
+            client.get(2, 0)
+            assert client.hears_nothing_more(0.3)
     epoch_is_whole(patient, home)
 
 

@@ -71,7 +71,10 @@ KEPT: dict[str, tuple[Keep, Callable[[Any], NDArray[Any]]]] = {
     "numpy of a view of a tensor": (lambda a: torch.from_numpy(a)[1:].numpy(), np.asarray),
     "bfloat16 view": (lambda a: torch.from_numpy(a.view(np.int16)).view(torch.bfloat16), lambda t: t.float().numpy()),
     "detached": (lambda a: torch.from_numpy(a).detach(), np.asarray),
-    "storage": (lambda a: torch.from_numpy(a).untyped_storage(), lambda s: np.array(s.tolist()[:1000], np.uint8)),
+    "storage": (
+        lambda a: torch.from_numpy(a).untyped_storage(),
+        lambda s: np.array([s[i] for i in range(1000)], np.uint8),
+    ),
     "dlpack to torch": (lambda a: torch.from_dlpack(a)[2], np.asarray),
     "dlpack to numpy": (lambda a: np.from_dlpack(torch.from_numpy(a)), np.asarray),
     "saved for backward": (through_graph, graph_gradient),
