@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import socket
 import struct
 import sys
+import termios
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -340,9 +342,11 @@ def send(router: zmq.Socket[bytes], identity: bytes, message: Message) -> bool:
 
 
 def _received(connection: socket.socket) -> int:
-    """Bytes so far."""
+    """Bytes that libzmq has taken so far."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.stop)
-    return int.from_bytes(info[_RECEIVED], sys.byteorder)
+    # What waits in the kernel is no fault of the peer: libzmq takes no more than has been heard, and some to spare.
+    waiting = fcntl.ioctl(connection, termios.FIONREAD, bytes(4))
+    return int.from_bytes(info[_RECEIVED], sys.byteorder) - int.from_bytes(waiting, sys.byteorder)
 
 
 def _shut_down(connection: socket.socket) -> int:
