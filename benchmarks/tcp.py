@@ -11,15 +11,15 @@ fields without copying them, out of as much memory, and waits with using a buffe
 two processes that do something. Beside the claim, for information: several data connections, which gain where there
 are processors for them, and a `Loader` that takes uint8.
 
-Seen on 2 shared cores of a virtual machine, a third of which others took, by the command above with `--chunks 500
---sides bare "1 connection"`:
+Seen on 2 cores of a virtual machine that did nothing else, by the command above with `--chunks 500 --sides bare
+"1 connection"`:
 
     side          images/s  (quartiles)       ratio  (quartiles)     others  CPU ms per image
-    bare          16065     (14557 to 18523)  1.00   (1.00 to 1.00)  46%     daemon 0.04, client 0.03
-    1 connection  14076     (12302 to 17707)  0.94   (0.88 to 1.03)  33%     daemon 0.05, client 0.04
-    bare: 2.42 GB/s
-    1 connection: 2.12 GB/s
-    holds  the daemon over the bare program, median of the rounds' ratios: 0.9359 >= 0.9
+    bare          21200     (20473 to 21817)  1.00   (1.00 to 1.00)  2%      daemon 0.04, client 0.03
+    1 connection  18969     (18030 to 20054)  0.92   (0.84 to 0.95)  1%      daemon 0.05, client 0.03
+    bare: 3.19 GB/s
+    1 connection: 2.86 GB/s
+    holds  the daemon over the bare program, median of the rounds' ratios: 0.9236 >= 0.9
 """
 
 from __future__ import annotations

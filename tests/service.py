@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ import yaml
 from trainer import whole_lines
 
 from headrace.ping import ping
-from headrace.pipeline.backend import make
+from headrace.pipeline.backend import Backend, make
 from headrace.pipeline.dataset import open_index
 from headrace.pipeline.index import Index
 from headrace.pipeline.render import ChunkRenderer
-from headrace.pipeline.spec import Config
+from headrace.pipeline.spec import Config, Stream
 from headrace.protocol import Pong, StreamStatus
 from headrace.slots import Ring, SlotView, Status
 
@@ -217,6 +217,10 @@ class Trainer:
             self.kill()
 
 
+#: What was rendered for a test before: by everything that decides the pictures, their files' times included.
+_rendered: dict[tuple[str, str, bytes, int], list[Row]] = {}
+
+
 @dataclass
 class Truth:
     """What an epoch must be: rendered in this process, without any daemon."""
@@ -224,19 +228,22 @@ class Truth:
     config: Path
     cache: Path
     name: str = "train"
-    _epochs: dict[int, list[Row]] = field(default_factory=dict)
 
     def rows(self, epoch: int) -> list[Row]:
         """`(index, label, digest)` by position, rejects left out."""
-        if epoch not in self._epochs:
-            self._epochs[epoch] = self._render(epoch)
-        return self._epochs[epoch]
-
-    def _render(self, epoch: int) -> list[Row]:
         config = Config.load(self.config)
         spec = config.streams[self.name]
         index = open_index(spec.dataset, self.cache)
         backend = make(config.workers.backend)
+        pixels = spec.fingerprints(index.data_fingerprint).pixels
+        key = backend.render_id, pixels, hashlib.sha256(index.mtimes_ns.tobytes()).digest(), epoch
+        if key not in _rendered:
+            _rendered[key] = self._render(spec, index, backend, epoch)
+        backend.close()
+        index.close()
+        return _rendered[key]
+
+    def _render(self, spec: Stream, index: Index, backend: Backend, epoch: int) -> list[Row]:
         renderer = ChunkRenderer(spec, index, backend)
         ring = Ring.create(spec.layout(index), 1)
         view = ring.views[0]
@@ -249,8 +256,6 @@ class Truth:
                     rows.append((int(view.indices[row]), label(index, view, row), digest))
         del view
         ring.close()
-        backend.close()
-        index.close()
         return rows
 
 

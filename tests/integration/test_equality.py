@@ -16,7 +16,7 @@ def folder(many: Callable[[int], Path]) -> Path:
     return many(ENTRIES)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.soak), 4])
 def test_any_number_of_workers_gives_the_same_batches(folder: Path, home: Path, workers: int) -> None:
     with Daemon(home, {"train": stream(folder)}, workers=workers, slots=workers + 2) as daemon:
         with Trainer(daemon.address, home / "a.jsonl", epochs=2) as trainer:
@@ -37,7 +37,7 @@ def test_a_daemon_that_restarts_in_the_middle_changes_nothing(folder: Path, home
     assert trainer.rows() == Truth(daemon.config, home / "cache").rows(0)
 
 
-@pytest.mark.parametrize("steps", [1, 7, 37])
+@pytest.mark.parametrize("steps", [1, pytest.param(7, marks=pytest.mark.soak), 37])
 def test_a_resumed_trainer_goes_on_with_the_very_next_batch(folder: Path, home: Path, steps: int) -> None:
     with Daemon(home, {"train": stream(folder)}, slots=4) as daemon:
         with Trainer(daemon.address, home / "a.jsonl", epochs=2, steps=steps) as trainer:
@@ -49,7 +49,7 @@ def test_a_resumed_trainer_goes_on_with_the_very_next_batch(folder: Path, home: 
     assert trainer.rows() == truth.rows(0) + truth.rows(1)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak), 8])
 def test_any_number_of_ranks_together_get_the_same_epoch(folder: Path, home: Path, ranks: int) -> None:
     with Daemon(home, {"train": stream(folder)}, slots=4) as daemon:
         trainers = [
