@@ -55,6 +55,9 @@ from headrace.protocol import (
 )
 from headrace.slots import Ring, SlotLayout, SlotView, Status
 
+#: Of the streams that scripted daemons serve, unless a test says otherwise.
+SAMPLES = 40
+
 
 class Do(enum.Enum):
     """What a GET is answered with."""
@@ -106,6 +109,30 @@ def text_of(index: int, labels: str, columns: Iterable[str]) -> list[Any]:
     """The values of a row's text."""
     values: list[Any] = [f"label {index} é"] if labels == "text" else []
     return values + [[f"{column} " * (index % 3), {"n": index}, None, index / 2][index % 4] for column in columns]
+
+
+def check_epoch(batches: Any, epoch: int, first: int = 0, samples: int = SAMPLES) -> None:
+    """The rest of the epoch is just what it should be."""
+    seen: list[int] = []
+    for batch in batches:
+        assert batch.epoch == epoch
+        positions = [samples - 1 - int(i) for i in batch.indices]
+        assert (batch.images == np.array([level(epoch, p) for p in positions], np.uint8)[:, None, None, None]).all()
+        seen += positions
+    assert seen == list(range(first, samples))
+
+
+def once(do: Do, chunk: int) -> Callable[[Get], Do]:
+    """That, for the first request for the chunk."""
+    done: list[int] = []
+
+    def behave(get: Get) -> Do:
+        if get.chunk == chunk and not done:
+            done.append(get.request)
+            return do
+        return Do.ANSWER
+
+    return behave
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -162,7 +189,7 @@ class ScriptedDaemon:
         self,
         path: Path,
         *,
-        samples: int = 40,
+        samples: int = SAMPLES,
         chunk: int = 4,
         size: tuple[int, int] = (2, 3),
         slots: int = 6,

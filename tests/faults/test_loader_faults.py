@@ -13,13 +13,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from scripted import Do, ScriptedDaemon, index_of, level, wait_until
+from scripted import SAMPLES, Do, ScriptedDaemon, check_epoch, index_of, once, wait_until
 
 from headrace import Loader
 from headrace.assembly import Assembly
@@ -36,8 +35,6 @@ from headrace.errors import (
 )
 from headrace.protocol import Get, Refused
 
-SAMPLES = 40
-
 
 @pytest.fixture
 def socket_file(tmp_path: Path) -> Path:
@@ -47,30 +44,6 @@ def socket_file(tmp_path: Path) -> Path:
 def open_loader(daemon: ScriptedDaemon, **arguments: Any) -> Loader:
     usual: dict[str, Any] = {"batch_size": 8, "output": "numpy", "dtype": "uint8", "timeout": 20}
     return Loader(daemon.address, **(usual | arguments))
-
-
-def check_epoch(loader: Loader, epoch: int, first: int = 0) -> None:
-    """The rest of the epoch is just what it should be."""
-    seen: list[int] = []
-    for batch in loader:
-        assert batch.epoch == epoch
-        positions = [SAMPLES - 1 - int(i) for i in batch.indices]
-        assert (batch.images == np.array([level(epoch, p) for p in positions], np.uint8)[:, None, None, None]).all()
-        seen += positions
-    assert seen == list(range(first, SAMPLES))
-
-
-def once(do: Do, chunk: int) -> Callable[[Get], Do]:
-    """That, for the first request for the chunk."""
-    done: list[int] = []
-
-    def behave(get: Get) -> Do:
-        if get.chunk == chunk and not done:
-            done.append(get.request)
-            return do
-        return Do.ANSWER
-
-    return behave
 
 
 def test_a_slot_that_was_reused_is_never_handed_out_but_asked_for_again(socket_file: Path) -> None:

@@ -14,21 +14,18 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from proxy import Proxy
-from scripted import Do, ScriptedDaemon, index_of, label_of, level, text_of, wait_until
+from scripted import SAMPLES, Do, ScriptedDaemon, check_epoch, index_of, label_of, once, text_of, wait_until
 
 from headrace import Loader, connect, tcp
 from headrace.errors import ConfigError, ConnectionLost, DeadlineError, ProtocolError, StateError
 from headrace.protocol import Get, Refused
 from headrace.tcp import RemoteSession
 
-SAMPLES = 40
 TESTS = str(Path(__file__).parents[1])
 
 
@@ -42,30 +39,6 @@ def open_loader(address: str, **arguments: Any) -> Loader:
         "batch_size": 8, "output": "numpy", "dtype": "uint8", "timeout": 20, "transport": "tcp",
     }  # fmt: skip
     return Loader(address, **(usual | arguments))
-
-
-def check_epoch(batches: Any, epoch: int, first: int = 0, samples: int = SAMPLES) -> None:
-    """The rest of the epoch is just what it should be."""
-    seen: list[int] = []
-    for batch in batches:
-        assert batch.epoch == epoch
-        positions = [samples - 1 - int(i) for i in batch.indices]
-        assert (batch.images == np.array([level(epoch, p) for p in positions], np.uint8)[:, None, None, None]).all()
-        seen += positions
-    assert seen == list(range(first, samples))
-
-
-def once(do: Do, chunk: int) -> Callable[[Get], Do]:
-    """That, for the first request for the chunk."""
-    done: list[int] = []
-
-    def behave(get: Get) -> Do:
-        if get.chunk == chunk and not done:
-            done.append(get.request)
-            return do
-        return Do.ANSWER
-
-    return behave
 
 
 @pytest.fixture
