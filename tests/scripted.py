@@ -379,7 +379,9 @@ class ScriptedDaemon:
         self.remote.pop(token, None)
         for key in [key for key in self.leases if key[0] == token]:
             self._free.append(self.leases.pop(key))
+        self._waiting = [waiting for waiting in self._waiting if waiting[1].token != token]
         channel.close()
+        self._deliver_waiting()  # what the others wait for: no message of theirs has to come first
 
     def _hear(self, identity: bytes, data: bytes) -> None:
         message = decode_client(data)
@@ -397,8 +399,7 @@ class ScriptedDaemon:
                     self._router.send_multipart([identity, bytes([VERSION]) + b"\x81\xa4type\xa5Hello"])
                 else:
                     self._waiting.append((identity, message, do))
-        while self._free and self._waiting:
-            self._deliver(*self._waiting.pop(0))
+        self._deliver_waiting()
 
     def _cancel(self, message: Cancel) -> None:
         self.cancelled.append(message.request)
@@ -453,6 +454,10 @@ class ScriptedDaemon:
             view.status[get.first] = Status.RENDERING
         if do is Do.WRONG_TEXT:
             view.text[...] = 0xC1  # no MessagePack begins with it
+
+    def _deliver_waiting(self) -> None:
+        while self._free and self._waiting:
+            self._deliver(*self._waiting.pop(0))
 
     def _deliver(self, identity: bytes, get: Get, do: Do) -> None:
         slot = self._free.pop()
