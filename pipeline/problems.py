@@ -7,11 +7,12 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from headrace.pipeline.document import Document, Where
+if TYPE_CHECKING:
+    from headrace.pipeline.document import Document, Where
 
 
 def explain(model: type[BaseModel], error: ValidationError, read: Document | None = None) -> str:

@@ -27,8 +27,6 @@ from pydantic import (
 
 from headrace.errors import ConfigError
 from headrace.output import Output
-from headrace.pipeline import document
-from headrace.pipeline.document import Document
 from headrace.pipeline.index import Index
 from headrace.pipeline.problems import did_you_mean, explain, show
 from headrace.pipeline.transforms import Transform, output_size, parse
@@ -53,6 +51,9 @@ from headrace.pipeline.values import (
 from headrace.pipeline.values import Memory as Memory
 from headrace.protocol import Fingerprints
 from headrace.slots import SlotLayout
+
+if TYPE_CHECKING:
+    from headrace.pipeline.document import Document
 
 #: The keys of `dataset:` that say where its samples come from; a dataset has exactly one of them.
 SOURCE_KEYS: tuple[str, ...] = ("folder", "list", "shards")
@@ -327,6 +328,8 @@ class Config(_Model):
             raise ConfigError(
                 f"a configuration is a YAML file's path, a mapping or a Config, not {type(source).__name__}"
             )
+        from headrace.pipeline import document  # a process that is told its streams reads no YAML
+
         read = document.read(source)
         return _checked(cls, read.data, read, Path(source).absolute().parent)
 
