@@ -12,6 +12,9 @@ SOURCES := $(sort $(wildcard $(addsuffix /*.py,client pipeline workers server)))
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
+# Hundreds of processes start in a run of the tests: none has to compile all sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 demo: env-demo
 	.venv/bin/headrace demo
 

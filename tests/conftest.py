@@ -55,6 +55,8 @@ def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="hr-", dir="/tmp"))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv(leaks.TOKEN, uuid.uuid4().hex)
+        # A fifth of what it takes to start one of our processes would be compiling the same sources again.
+        monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         _enter(folder, monkeypatch)
         _warm_up()
         yield folder
