@@ -63,7 +63,7 @@ class Daemon:
         workers: int = 2,
         slots: int | None = None,
         group: str | None = None,
-        backend: str = "auto",
+        backend: str = "pillow",
         name: str = "d",
         tcp: bool = False,
     ) -> None:
