@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from headrace.pipeline.geometry import Colour
+from headrace.pipeline.colour import Colour
 
 MAX_SIDE = 16384  # pixels of an output; a mistyped size should not ask for terabytes of slots
 

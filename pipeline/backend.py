@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,28 @@ from numpy.typing import NDArray
 
 from headrace.pipeline.probe import BadPicture, Picture
 from headrace.pipeline.transforms import Params
+
+
+class BackendFailed(Exception):
+    """The backend itself does not work here or works no more: no driver, no memory, a broken library. It says nothing
+    about the pictures, which another backend may render.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a backend may be told beside what to render.
+
+    Attributes:
+        device: number of the GPU, of a backend that uses one.
+        threads: that decode at once.
+        hw_decoder_load: share of a batch that the GPU's JPEG engine takes, 0 to 1. Strictly between, which pictures it
+            takes depends on their batch, and so does how they look.
+    """
+
+    device: int = 0
+    threads: int = 1
+    hw_decoder_load: float = 0.0
 
 
 class Backend(Protocol):
@@ -26,7 +49,7 @@ class Backend(Protocol):
         pictures: Sequence[Picture],
         params: Params,
         out: Sequence[NDArray[np.uint8]],
-        begin: Callable[[int], None],
+        begin: Callable[[Sequence[int]], None],
     ) -> list[BadPicture | None]:
         """Render `pictures[i]` by row `i` of `params` into `out[i]`.
 
@@ -34,31 +57,34 @@ class Backend(Protocol):
             pictures: their images are taken; each can be rendered once.
             params: one row per picture.
             out: uint8 (height, width, 3) each, RGB; whatever stood there is overwritten, of a bad picture with black.
-            begin: called with `i` just before picture `i` is worked on, so that whoever finds the process dead knows
-                whom to suspect.
+            begin: called with the pictures that are worked on from now on, those of the call before not any more, so
+                that whoever finds the process dead knows whom to suspect.
 
         Returns:
             A verdict (stage "decode") per picture, None for a good one. A bad picture never raises.
+
+        Raises:
+            BackendFailed: nothing is said about the pictures, and anything may stand in `out`.
         """
 
     def close(self) -> None:
         """Give everything back. May be called twice."""
 
 
-def _pillow() -> Backend:
+def _pillow(options: Options) -> Backend:
     from headrace.pipeline.pillow import PillowBackend
 
     return PillowBackend()
 
 
-def _fake() -> Backend:
+def _fake(options: Options) -> Backend:
     from headrace.pipeline.fake import FakeBackend
 
     return FakeBackend()
 
 
 #: Every backend by the name that a configuration uses; a library is imported when its backend is made.
-BACKENDS: dict[str, Callable[[], Backend]] = {"pillow": _pillow, "fake": _fake}
+BACKENDS: dict[str, Callable[[Options], Backend]] = {"pillow": _pillow, "fake": _fake}
 
 AUTO = "auto"
 
@@ -76,10 +102,11 @@ def resolve(name: str) -> str:
     return name
 
 
-def make(name: str) -> Backend:
+def make(name: str, options: Options = Options()) -> Backend:
     """A new backend.
 
     Raises:
         ValueError: as `resolve`.
+        BackendFailed: it does not work here.
     """
-    return BACKENDS[resolve(name)]()
+    return BACKENDS[resolve(name)](options)

@@ -33,11 +33,11 @@ class FakeBackend:
         pictures: Sequence[Picture],
         params: Params,
         out: Sequence[NDArray[np.uint8]],
-        begin: Callable[[int], None],
+        begin: Callable[[Sequence[int]], None],
     ) -> list[BadPicture | None]:
         verdicts: list[BadPicture | None] = []
         for i, (picture, target) in enumerate(zip(pictures, out, strict=True)):
-            begin(i)
+            begin([i])
             verdict = _behave(picture.data)
             if verdict is None:
                 where = params.box[i].tobytes() + bytes([int(params.mirror_x[i]), int(params.mirror_y[i])])

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.pipeline.colour import Colour
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
-
 BLACK: Colour = (0, 0, 0)
 
 

@@ -23,7 +23,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from headrace.pipeline import heif, jpeg, png
-from headrace.pipeline.geometry import Colour
+from headrace.pipeline.colour import Colour
 from headrace.pipeline.probe import BadPicture, Picture, pillow_quiet
 from headrace.pipeline.transforms import Params
 
@@ -83,11 +83,11 @@ class PillowBackend:
         pictures: Sequence[Picture],
         params: Params,
         out: Sequence[NDArray[np.uint8]],
-        begin: Callable[[int], None],
+        begin: Callable[[Sequence[int]], None],
     ) -> list[BadPicture | None]:
         verdicts: list[BadPicture | None] = []
         for i, (picture, target) in enumerate(zip(pictures, out, strict=True)):
-            begin(i)
+            begin([i])
             view = _View.of(picture, params, i)
             reduction = view.reduction if picture.reducible else 1
             try:

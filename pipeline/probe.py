@@ -72,6 +72,7 @@ class Picture:
         orientation: EXIF's 1 to 8, what is still to be done to the image once it is loaded.
         image: opened, not loaded; None once it was taken.
         reducible: whether it is a JPEG that may be decoded at a half, a quarter or an eighth of its size.
+        whole: whether all of it was decoded before and found good, so that a part may be decoded alone.
     """
 
     data: bytes
@@ -81,6 +82,7 @@ class Picture:
     orientation: int
     image: ImageFile.ImageFile | None
     reducible: bool = False
+    whole: bool = False
 
     def take(self) -> ImageFile.ImageFile:
         """The opened image, once. Decoding fills it, and the pixels of a whole chunk at full size are too many to keep:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -160,10 +160,12 @@ class ChunkRenderer:
             params = params.take(np.array(good) - low)
         clock.lap("plan")
 
-        def started(i: int) -> None:
-            if i:
-                view.status[good[i - 1]] = Status.OK
-            view.status[good[i]] = Status.RENDERING
+        rendering: list[int] = []
+
+        def started(pictures: Sequence[int]) -> None:
+            view.status[rendering] = Status.OK
+            rendering[:] = (good[i] for i in pictures)
+            view.status[rendering] = Status.RENDERING
 
         verdicts = self.backend.render(list(pictures.values()), params, [view.images[row] for row in good], started)
         for row, verdict in zip(good, verdicts, strict=True):

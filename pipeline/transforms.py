@@ -31,7 +31,8 @@ from headrace.pipeline.arguments import (
     Shares,
     ShorterOrExact,
 )
-from headrace.pipeline.geometry import BLACK, Axis, Colour, Floats, Geometry, Ints, Outline
+from headrace.pipeline.colour import Colour, Step
+from headrace.pipeline.geometry import BLACK, Axis, Floats, Geometry, Ints, Outline
 
 GRID = 2.0**-16
 
@@ -570,6 +571,8 @@ class Params:
         size: (height, width) of the output.
         interpolation: "bilinear", "bicubic" or "lanczos", antialiased.
         fill: red, green, blue of what lies outside the picture.
+        framed: whether a window may extend beyond its picture; the same for all pictures of a chain.
+        colour: what is then done to the picture's colours, in this order.
     """
 
     box: NDArray[np.float64]
@@ -578,13 +581,21 @@ class Params:
     size: tuple[int, int]
     interpolation: str
     fill: Colour = BLACK
+    framed: bool = False
+    colour: tuple[Step, ...] = ()
 
     def __len__(self) -> int:
         return len(self.box)
 
     def take(self, rows: NDArray[np.int64]) -> Params:
         """Those of some rows, in that order."""
-        return replace(self, box=self.box[rows], mirror_x=self.mirror_x[rows], mirror_y=self.mirror_y[rows])
+        return replace(
+            self,
+            box=self.box[rows],
+            mirror_x=self.mirror_x[rows],
+            mirror_y=self.mirror_y[rows],
+            colour=tuple(step.take(rows) for step in self.colour),
+        )
 
 
 def plan(
@@ -614,4 +625,12 @@ def plan(
     for name, transform in named(transforms):
         u = uniforms(seed, epoch, name, first, len(heights), transform.draws)
         geometry = transform.apply(geometry, u)
-    return Params(geometry.box, geometry.x.mirror, geometry.y.mirror, size, outline.interpolation, outline.fill)
+    return Params(
+        box=geometry.box,
+        mirror_x=geometry.x.mirror,
+        mirror_y=geometry.y.mirror,
+        size=size,
+        interpolation=outline.interpolation,
+        fill=outline.fill,
+        framed=outline.filled_by is not None,
+    )

@@ -21,7 +21,8 @@ class _Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
 
 
 class Open(_Message, frozen=True, tag=True):
-    """A stream that tasks may name from now on. The ring's and the index's descriptors come with the frame.
+    """A stream that tasks may name from now on. The descriptors of the ring, of the index and of the flags that say
+    which samples were decoded as a whole come with the frame, in this order.
 
     Attributes:
         stream: its number at this daemon.
@@ -46,27 +47,47 @@ class Convict(_Message, frozen=True, tag=True):
 
 
 class Render(_Message, frozen=True, tag=True):
-    """Fill `rows` of the chunk into the slot; answered by `Rendered` or `RenderFailed`."""
+    """Fill `rows` of the chunk into the slot; answered by `Rendered` or `RenderFailed` of the same `job`.
 
+    Attributes:
+        fallback: whether the fallback's renderer is to do it: under the first one, workers died of these rows.
+    """
+
+    job: int
     stream: int
     epoch: int
     chunk: int
     slot: int
     rows: tuple[int, ...]
+    fallback: bool = False
 
 
 # -- worker to daemon ---------------------------------------------------------------------------------------
 
 
 class Ready(_Message, frozen=True, tag=True):
-    """The worker has started and takes tasks."""
+    """The worker has started and takes tasks.
+
+    Attributes:
+        render_id: of its renderer, or of the fallback if that does not work here.
+        trouble: why it does not, or "".
+    """
 
     render_id: str
+    trouble: str = ""
 
 
 class Rendered(_Message, frozen=True, tag=True):
-    """The rows are in the slot. `seconds` per stage, `nbytes` read."""
+    """The rows are in the slot. `seconds` per stage, `nbytes` read.
 
+    Attributes:
+        render_id: of the renderer that did it.
+        trouble: why that was the fallback's, or "".
+    """
+
+    job: int
+    render_id: str
+    trouble: str
     rejects: list[RowReject]
     seconds: dict[str, float]
     nbytes: int
@@ -75,6 +96,7 @@ class Rendered(_Message, frozen=True, tag=True):
 class RenderFailed(_Message, frozen=True, tag=True):
     """Samples could not be read, after retries; nothing is said about the chunk's other rows."""
 
+    job: int
     kind: str
     text: str
 

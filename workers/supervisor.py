@@ -397,7 +397,7 @@ class Supervisor:
             worker.job, worker.seen, worker.moved = job, status.tobytes(), time.monotonic()
             self._tell(
                 worker,
-                Render(stream=job.stream, epoch=job.epoch, chunk=job.chunk, slot=job.slot, rows=job.part),
+                Render(job=0, stream=job.stream, epoch=job.epoch, chunk=job.chunk, slot=job.slot, rows=job.part),
             )
 
     def _unwatch(self, worker: _Worker) -> None:

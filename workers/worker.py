@@ -80,12 +80,19 @@ class Worker:
         except HeadraceError as error:
             log.error("chunk %d of epoch %d failed: %s", task.chunk, task.epoch, error)
             kind, text = to_wire(error)
-            return RenderFailed(kind=kind, text=text)
+            return RenderFailed(job=task.job, kind=kind, text=text)
         except Exception as error:  # whatever it is, this chunk's readers are told and the next task is taken
             log.exception("chunk %d of epoch %d failed", task.chunk, task.epoch)
             kind, text = to_wire(error)
-            return RenderFailed(kind=kind, text=text)
-        return Rendered(rejects=done.rejects, seconds=dict(done.seconds), nbytes=done.nbytes)
+            return RenderFailed(job=task.job, kind=kind, text=text)
+        return Rendered(
+            job=task.job,
+            render_id=self._backend.render_id,
+            trouble="",
+            rejects=done.rejects,
+            seconds=dict(done.seconds),
+            nbytes=done.nbytes,
+        )
 
     def _answer(self, message: Ready | Rendered | RenderFailed) -> None:
         self._channel.send(messages.encode(message), timeout=_ANSWER_TIMEOUT)

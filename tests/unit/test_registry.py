@@ -31,7 +31,7 @@ def tests() -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_every_entry_has_its_tests(entry: str, kind: str, tests: list[str]) -> None:
-    prefix = f"test_{entry}_{kind}"
+    prefix = f"test_{entry.replace('-', '_')}_{kind}"
     assert any(name == prefix or name.startswith(f"{prefix}_") for name in tests), f"there is no {prefix}…"
 
 

@@ -288,7 +288,7 @@ def test_while_a_row_is_worked_on_its_status_says_so(bench: Callable[..., Bench]
 
         def render(self, pictures, params, out, begin):  # type: ignore[no-untyped-def]
             for i in range(len(pictures)):
-                begin(i)
+                begin([i])
                 seen.append(view.status.tolist())
             return [None] * len(pictures)
 

@@ -1,0 +1,130 @@
+"""What is done to the colours of a picture after its one resample: a list of steps, each with its numbers per picture.
+
+A step is inert. Transforms make steps of their draws; every backend applies the same ones. A picture is uint8
+(height, width, 3), RGB, before and after each step. Row `i` of a step's arrays is one picture; for each step there are
+numbers that leave a picture as it is, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Colour = tuple[int, int, int]  # red, green, blue, 0 to 255
+
+#: Weights of red, green and blue in a grey (ITU-R BT.601), as Pillow and torchvision take them.
+GREY = (0.299, 0.587, 0.114)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """`clip(round(matrix @ rgb + offset + gain * mean))`, where `mean` is the mean grey of the picture as it comes in.
+
+    Attributes:
+        matrix: float64 [n, 3, 3].
+        offset: float64 [n, 3], in levels.
+        gain: float64 [n].
+        centred: whether a gain of any picture may be other than 0; the same for all pictures of a chain.
+    """
+
+    matrix: NDArray[np.float64]
+    offset: NDArray[np.float64]
+    gain: NDArray[np.float64]
+    centred: bool
+
+    def take(self, rows: NDArray[np.int64]) -> Matrix:
+        return replace(self, matrix=self.matrix[rows], offset=self.offset[rows], gain=self.gain[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Solarize:
+    """`255 - x` where `x >= threshold`.
+
+    Attributes:
+        threshold: int64 [n], 0 to 256; 256 changes nothing.
+    """
+
+    threshold: NDArray[np.int64]
+
+    def take(self, rows: NDArray[np.int64]) -> Solarize:
+        return replace(self, threshold=self.threshold[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Posterize:
+    """`x & mask`.
+
+    Attributes:
+        mask: uint8 [n]; 255 changes nothing.
+    """
+
+    mask: NDArray[np.uint8]
+
+    def take(self, rows: NDArray[np.int64]) -> Posterize:
+        return replace(self, mask=self.mask[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Autocontrast:
+    """Each channel stretched so that its least level becomes 0 and its greatest 255; one of a single level stays.
+
+    Attributes:
+        apply: bool [n].
+    """
+
+    apply: NDArray[np.bool_]
+
+    def take(self, rows: NDArray[np.int64]) -> Autocontrast:
+        return replace(self, apply=self.apply[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Equalize:
+    """Each channel through the table that makes its histogram as flat as can be, as Pillow's `ImageOps.equalize`.
+
+    Attributes:
+        apply: bool [n].
+    """
+
+    apply: NDArray[np.bool_]
+
+    def take(self, rows: NDArray[np.int64]) -> Equalize:
+        return replace(self, apply=self.apply[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Blur:
+    """A separable Gaussian of `size` taps, weights `exp(-k^2 / (2 sigma^2))` normed to 1, the border mirrored without
+    repeating its last pixel.
+
+    Attributes:
+        sigma: float64 [n], in pixels.
+        size: (height, width) of the kernel, odd.
+    """
+
+    sigma: NDArray[np.float64]
+    size: tuple[int, int]
+
+    def take(self, rows: NDArray[np.int64]) -> Blur:
+        return replace(self, sigma=self.sigma[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Erase:
+    """A rectangle of one colour.
+
+    Attributes:
+        box: int64 [n, 4], x0, y0, x1, y1; an empty one changes nothing.
+        fill: red, green, blue.
+    """
+
+    box: NDArray[np.int64]
+    fill: Colour
+
+    def take(self, rows: NDArray[np.int64]) -> Erase:
+        return replace(self, box=self.box[rows])
+
+
+Step = Matrix | Solarize | Posterize | Autocontrast | Equalize | Blur | Erase
