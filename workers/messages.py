@@ -101,6 +101,20 @@ class RenderFailed(_Message, frozen=True, tag=True):
     text: str
 
 
+class Leaving(_Message, frozen=True, tag=True):
+    """The last message of a worker that ends by its own decision. What it was given and has not answered is to be given
+    again; no picture is to blame.
+
+    Attributes:
+        text: why.
+        failed: whether its device or library does not work, so that another one would end likewise; else it is to be
+            replaced at once (it holds more memory than it may). It may come before `Ready`.
+    """
+
+    text: str
+    failed: bool
+
+
 # -- daemon and indexer -------------------------------------------------------------------------------------
 
 
@@ -133,8 +147,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 #: Union decoders, one per receiver.
 to_worker: msgspec.msgpack.Decoder[Open | Convict | Render] = msgspec.msgpack.Decoder(Open | Convict | Render)
-from_worker: msgspec.msgpack.Decoder[Ready | Rendered | RenderFailed] = msgspec.msgpack.Decoder(
-    Ready | Rendered | RenderFailed
+from_worker: msgspec.msgpack.Decoder[Ready | Rendered | RenderFailed | Leaving] = msgspec.msgpack.Decoder(
+    Ready | Rendered | RenderFailed | Leaving
 )
 to_indexer: msgspec.msgpack.Decoder[Build] = msgspec.msgpack.Decoder(Build)
 from_indexer: msgspec.msgpack.Decoder[Progress | Built | BuildFailed] = msgspec.msgpack.Decoder(
