@@ -8,6 +8,7 @@ What is decided lives in `desk` and `cache`; here is only the I/O around it. Whe
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -160,6 +161,7 @@ class Service:
         Returns:
             The signal that stopped it, if one did.
         """
+        gc.freeze()  # what is imported stays: no collection need look through it, least of all the one at the end
         signals = Signals(self._signalled)
         try:
             ready(self._startup(signals))

@@ -7,6 +7,7 @@ again, no helper process stays behind. The child has its own session, so a termi
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ def attach_to_parent(argv: list[str]) -> socket.socket:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(argv[2]):
         os._exit(0)  # it was gone before
+    gc.freeze()  # what is imported stays: no collection need look through it, least of all the one at the end
     return socket.socket(fileno=int(argv[1]))
 
 
