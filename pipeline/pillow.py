@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,9 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from headrace.pipeline import heif, jpeg, png
-from headrace.pipeline.colour import Colour
 from headrace.pipeline.probe import BadPicture, Picture, pillow_quiet
 from headrace.pipeline.transforms import Params
+from headrace.pipeline.view import View
 
 _FILTERS = {
     "bilinear": (Image.Resampling.BILINEAR, 1),
@@ -36,18 +35,7 @@ _FILTERS = {
 #: Pixels between the two passes of a resample; beyond, the cheaper order of passes is taken.
 _MAX_BETWEEN = 1 << 24
 
-#: EXIF orientation: (transpose first, then mirror left and right, then top and bottom).
-_UPRIGHT = {
-    1: (False, False, False),
-    2: (False, True, False),
-    3: (False, True, True),
-    4: (False, False, True),
-    5: (True, False, False),
-    6: (True, True, False),
-    7: (True, True, True),
-    8: (True, False, True),
-}
-
+#: (transpose, then mirror left and right, then top and bottom).
 _TRANSPOSE: dict[tuple[bool, bool, bool], Image.Transpose | None] = {
     (False, False, False): None,
     (False, True, False): Image.Transpose.FLIP_LEFT_RIGHT,
@@ -88,15 +76,15 @@ class PillowBackend:
         verdicts: list[BadPicture | None] = []
         for i, (picture, target) in enumerate(zip(pictures, out, strict=True)):
             begin([i])
-            view = _View.of(picture, params, i)
-            reduction = view.reduction if picture.reducible else 1
+            view = View.of(picture, params, i)
+            reduction = _reduction(view) if picture.reducible else 1
             try:
                 image = decode(picture, reduction)
             except BadPicture as bad:
                 target[...] = 0
                 verdicts.append(bad.with_traceback(None))
             else:
-                target[...] = np.asarray(view.show(image, reduction))
+                target[...] = np.asarray(_show(image, reduction, view, params))
                 verdicts.append(None)
         return verdicts
 
@@ -240,84 +228,37 @@ def _scaled(levels: NDArray[np.generic], top: int) -> Image.Image:
     return Image.fromarray(((wide * 255 + top // 2) // top).astype(np.uint8))
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """What is to be seen of a picture, in the picture as it is stored.
+def _reduction(view: View) -> int:
+    """By how much the picture may be reduced before, and still is reduced after that: 1, 2, 4 or 8."""
+    x0, y0, x1, y1 = view.box
+    steps = (x1 - x0) / view.size[0], (y1 - y0) / view.size[1]
+    return next(r for r in (8, 4, 2, 1) if r == 1 or r <= min(*steps, *view.whole))
 
-    Attributes:
-        box: the window, in pixels of the whole picture.
-        size: (width, height) into which it is resampled.
-        whole: (width, height) of the picture.
-        turn: what is then done to the result, which is small.
-        interpolation, fill: as in the parameters.
+
+def _show(image: Image.Image, reduction: int, view: View, params: Params) -> Image.Image:
+    """As an RGB image, upright; `image` is the picture decoded with this reduction, of mode L or RGB."""
+    small = _window(image, reduction, view, params)
+    turn = _TRANSPOSE[view.transpose, view.mirror_x, view.mirror_y]
+    if turn is not None:
+        small = small.transpose(turn)
+    return small if small.mode == "RGB" else small.convert("RGB")
+
+
+def _window(image: Image.Image, reduction: int, view: View, params: Params) -> Image.Image:
+    """The box resampled, with the fill where it leaves the picture.
+
+    The filter sees the picture beyond the box, and at the picture's own border only what there is.
     """
-
-    box: Box
-    size: tuple[int, int]
-    whole: tuple[int, int]
-    turn: Image.Transpose | None
-    interpolation: str
-    fill: Colour
-
-    @classmethod
-    def of(cls, picture: Picture, params: Params, i: int) -> _View:
-        """By row `i` of the parameters."""
-        transpose, flip_x, flip_y = _UPRIGHT[picture.orientation]
-        x0, y0, x1, y1 = (float(v) for v in params.box[i])
-        (height, width), whole = params.size, (picture.width, picture.height)
-        # From the upright picture back to the stored one.
-        if flip_x:
-            x0, x1 = picture.width - x1, picture.width - x0
-        if flip_y:
-            y0, y1 = picture.height - y1, picture.height - y0
-        if transpose:
-            x0, y0, x1, y1, width, height, whole = y0, x0, y1, x1, height, width, whole[::-1]
-        turn = _TRANSPOSE[transpose, flip_x ^ bool(params.mirror_x[i]), flip_y ^ bool(params.mirror_y[i])]
-        return cls((x0, y0, x1, y1), (width, height), whole, turn, params.interpolation, params.fill)
-
-    @property
-    def reduction(self) -> int:
-        """By how much the picture may be reduced before, and still is reduced after that: 1, 2, 4 or 8."""
-        x0, y0, x1, y1 = self.box
-        steps = (x1 - x0) / self.size[0], (y1 - y0) / self.size[1]
-        return next(r for r in (8, 4, 2, 1) if r == 1 or r <= min(*steps, *self.whole))
-
-    def show(self, image: Image.Image, reduction: int) -> Image.Image:
-        """As an RGB image, upright; `image` is the picture decoded with this reduction, of mode L or RGB."""
-        small = self._window(image, reduction)
-        if self.turn is not None:
-            small = small.transpose(self.turn)
-        return small if small.mode == "RGB" else small.convert("RGB")
-
-    def _window(self, image: Image.Image, reduction: int) -> Image.Image:
-        """The box resampled, with the fill where it leaves the picture.
-
-        A pixel of the result is fill if its middle lies outside. The filter sees the picture beyond the box, and at
-        the picture's own border only what there is.
-        """
-        left, right, x0, x1 = _inside(self.box[0], self.box[2], self.whole[0], self.size[0])
-        top, bottom, y0, y1 = _inside(self.box[1], self.box[3], self.whole[1], self.size[1])
-        if left >= right or top >= bottom:
-            return Image.new("RGB", self.size, self.fill)
-        box = x0 / reduction, y0 / reduction, x1 / reduction, y1 / reduction
-        part = _resample(image, box, right - left, bottom - top, self.interpolation)
-        if part.size == self.size:
-            return part
-        framed = Image.new("RGB", self.size, self.fill)
-        framed.paste(part, (left, top))
-        return framed
-
-
-def _inside(low: float, high: float, length: int, pixels: int) -> tuple[int, int, float, float]:
-    """Of `pixels` cut from the stretch low..high, the first and last + 1 that show the source 0..length, and the
-    stretch of the source that they show.
-    """
-    step = (high - low) / pixels
-    first = max(0, math.ceil(-low / step - 0.5))
-    last = min(pixels, math.ceil((length - low) / step - 0.5))
-    start = low if first == 0 else low + first * step
-    end = high if last == pixels else low + last * step
-    return first, last, max(start, 0.0), min(end, float(length))
+    x, y = view.across, view.down
+    if x.first >= x.last or y.first >= y.last:
+        return Image.new("RGB", view.size, params.fill)
+    box = x.start / reduction, y.start / reduction, x.end / reduction, y.end / reduction
+    part = _resample(image, box, x.last - x.first, y.last - y.first, params.interpolation)
+    if part.size == view.size:
+        return part
+    framed = Image.new("RGB", view.size, params.fill)
+    framed.paste(part, (x.first, y.first))
+    return framed
 
 
 def _resample(image: Image.Image, box: Box, width: int, height: int, interpolation: str) -> Image.Image:
