@@ -71,19 +71,100 @@ def _padding(value: object) -> tuple[int, int, int, int]:
     return left, top, right, bottom
 
 
-def _span(positive: bool) -> BeforeValidator:
-    bound = "0 < min" if positive else "0 <= min"
+def _numbers(value: object) -> list[float]:
+    """Those of a list of finite numbers, none where it is anything else."""
+    items = list(value) if isinstance(value, list | tuple) else []
+    good = all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in items)
+    return [float(v) for v in items] if good else []
+
+
+def _show(value: object) -> str:
+    return repr(list(value) if isinstance(value, tuple) else value)
+
+
+def _span(positive: bool, most: float = math.inf) -> BeforeValidator:
+    bounds = f"{'0 < min' if positive else '0 <= min'} <= max{'' if math.isinf(most) else f' <= {most:g}'}"
 
     def check(value: object) -> tuple[float, float]:
-        two = list(value) if isinstance(value, list | tuple) else []
-        if len(two) == 2 and all(isinstance(v, int | float) and not isinstance(v, bool) for v in two):
-            low, high = float(two[0]), float(two[1])
-            if math.isfinite(high) and 0 <= low <= high and high > 0 and (low > 0 or not positive):
+        match _numbers(value):
+            case [low, high] if 0 <= low <= high <= most and high > 0 and (low > 0 or not positive):
                 return low, high
-        shown = list(value) if isinstance(value, tuple) else value
-        raise ValueError(f"{shown!r} is not [min, max], two numbers with {bound} <= max")
+        raise ValueError(f"{_show(value)} is not [min, max], two numbers with {bounds}")
 
     return BeforeValidator(check)
+
+
+def _around(neutral: float, least: float, most: float) -> BeforeValidator:
+    """[min, max], or by how much at most they differ from what changes nothing, which is None."""
+    one = "from 0 on" if math.isinf(most) else f"from 0 to {most:g}"
+    bounds = f"{least:g} <= min <= max{'' if math.isinf(most) else f' <= {most:g}'}"
+
+    def check(value: object) -> tuple[float, float] | None:
+        if value is None:
+            return None
+        match _numbers(value if isinstance(value, list | tuple) else [value]):
+            case [by] if by >= 0:
+                low, high = max(neutral - by, least) if math.isinf(most) else neutral - by, neutral + by
+            case [low, high]:
+                pass
+            case _:
+                low, high = math.inf, -math.inf
+        if not least <= low <= high <= most:
+            raise ValueError(f"{_show(value)} is neither one number {one} nor [min, max], two numbers with {bounds}")
+        return None if low == high == neutral else (low, high)
+
+    return BeforeValidator(check)
+
+
+def _sigma(value: object) -> tuple[float, float]:
+    match _numbers(value if isinstance(value, list | tuple) else [value]):
+        case [low] if low > 0:
+            return low, low
+        case [low, high] if 0 < low <= high:
+            return low, high
+    raise ValueError(f"{_show(value)} is neither one positive number nor [min, max], two with 0 < min <= max")
+
+
+def _odd(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % 2 == 0:
+        raise ValueError(f"{value!r} is not an odd whole number of pixels, from 1 on")
+    return value
+
+
+def _kernel(value: object) -> tuple[int, int]:
+    sides = list(value) if isinstance(value, list | tuple) else [value]
+    if len(sides) not in (1, 2):
+        raise ValueError(f"{sides!r} is neither one number nor [width, height]")
+    width, height = (_odd(side) for side in (sides * 2)[:2])
+    return width, height
+
+
+def _threshold(value: object) -> float:
+    match _numbers([value]):
+        case [level] if 0 <= level <= 255:
+            return level
+    raise ValueError(f"{value!r} is not a level, a number from 0 to 255")
+
+
+def _bits(value: object) -> int:
+    return _whole(value, 8, "a number of bits")
+
+
+def _erased_to(value: object) -> Literal["mean"] | tuple[float, float, float]:
+    if value == "mean":
+        return "mean"
+    allowed = 'a number from 0 to 1, [red, green, blue] of such, or "mean", which is the mean of the stream\'s output'
+    if value == "random":
+        raise ValueError(
+            f"'random' would need a draw for each value of each picture, so Headrace has it not; write {allowed}, or "
+            "erase in the trainer"
+        )
+    levels = _numbers(value if isinstance(value, list | tuple) else [value])
+    if len(levels) in (1, 3) and all(0 <= level <= 1 for level in levels):
+        red, green, blue = (levels * 3)[:3]
+        return red, green, blue
+    hint = "; divide levels by 255" if levels and all(0 <= level <= 255 for level in levels) else ""
+    raise ValueError(f"{_show(value)} is not {allowed}{hint}")
 
 
 #: One number is both sides.
@@ -99,3 +180,16 @@ LongerSide = Annotated[int | None, BeforeValidator(_or_none(_side))]
 #: Shares of an area, and width over height: smallest and largest.
 Shares = Annotated[tuple[float, float], _span(positive=False)]
 Ratios = Annotated[tuple[float, float], _span(positive=True)]
+ErasedShares = Annotated[tuple[float, float], _span(positive=False, most=1.0)]
+#: Smallest and largest factor; one number x is from 1 - x to 1 + x. None changes nothing.
+Factors = Annotated[tuple[float, float] | None, _around(1.0, 0.0, math.inf)]
+#: Smallest and largest turn; one number x is from -x to x. None changes nothing.
+Turns = Annotated[tuple[float, float] | None, _around(0.0, -0.5, 0.5)]
+#: Smallest and largest; one number is both.
+Sigma = Annotated[tuple[float, float], BeforeValidator(_sigma)]
+#: One number is both sides; kept as width, height, the order in which torchvision has it.
+KernelSize = Annotated[tuple[int, int], BeforeValidator(_kernel)]
+Threshold = Annotated[float, BeforeValidator(_threshold)]
+Bits = Annotated[int, BeforeValidator(_bits)]
+#: One number is all three.
+ErasedTo = Annotated[Literal["mean"] | tuple[float, float, float], BeforeValidator(_erased_to)]

@@ -68,7 +68,8 @@ class Posterize:
 
 @dataclass(frozen=True, slots=True)
 class Autocontrast:
-    """Each channel stretched so that its least level becomes 0 and its greatest 255; one of a single level stays.
+    """Each channel stretched from its `least` and `greatest` level to 0 and 255, `(x - least) * 255 // (greatest -
+    least)`; one of a single level stays.
 
     Attributes:
         apply: bool [n].
@@ -100,7 +101,7 @@ class Blur:
     repeating its last pixel.
 
     Attributes:
-        sigma: float64 [n], in pixels.
+        sigma: float64 [n], in pixels; 0 changes nothing.
         size: (height, width) of the kernel, odd.
     """
 
@@ -122,6 +123,13 @@ class Erase:
 
     box: NDArray[np.int64]
     fill: Colour
+
+    def mirrored(self, flip_y: NDArray[np.bool_], flip_x: NDArray[np.bool_], size: tuple[int, int]) -> Erase:
+        """Where it is in a picture of this (height, width) that is mirrored; flags are bool [n]."""
+        x0, y0, x1, y1 = self.box.T
+        x0, x1 = np.where(flip_x, size[1] - x1, x0), np.where(flip_x, size[1] - x0, x1)
+        y0, y1 = np.where(flip_y, size[0] - y1, y0), np.where(flip_y, size[0] - y0, y1)
+        return replace(self, box=np.stack([x0, y0, x1, y1], axis=1))
 
     def take(self, rows: NDArray[np.int64]) -> Erase:
         return replace(self, box=self.box[rows])

@@ -11,14 +11,13 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from headrace.draws import uniforms
-from headrace.errors import ConfigError
 from headrace.pipeline.arguments import (
     MAX_SIDE,
     Fill,
@@ -31,66 +30,23 @@ from headrace.pipeline.arguments import (
     Shares,
     ShorterOrExact,
 )
-from headrace.pipeline.colour import Colour, Step
+from headrace.pipeline.colour import Colour, Erase, Step
 from headrace.pipeline.geometry import BLACK, Axis, Floats, Geometry, Ints, Outline
-
-GRID = 2.0**-16
-
-
-def grid(values: Floats) -> Floats:
-    """Rounded to multiples of 2**-16: `np.exp` differs by one unit in the last place between CPUs."""
-    return np.rint(values / GRID) * GRID
-
-
-class Transform(BaseModel):
-    """A transform: frozen, compared by value. Positional arguments go in the order of the fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: ClassVar[str]
-    draws: ClassVar[int] = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """
-        Raises:
-            ConfigError: an argument is wrong; says which and what is allowed.
-        """
-        fields = list(type(self).model_fields)
-        if len(args) > len(fields):
-            raise TypeError(f"{type(self).__name__} takes at most {len(fields)} arguments: {', '.join(fields)}")
-        given = dict(zip(fields, args, strict=False))
-        if twice := given.keys() & kwargs.keys():
-            raise TypeError(f"{type(self).__name__}: {', '.join(sorted(twice))} is given twice")
-        try:
-            super().__init__(**given, **kwargs)
-        except ValidationError as error:
-            raise ConfigError(f"{type(self).__name__}: {_plain(error, type(self))}") from None
-
-    # Or pydantic would call it to validate a mapping, and no longer see one problem beside the other.
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
-
-    def outline(self, outline: Outline, name: str) -> Outline:
-        """What is known of every picture after this transform, called `name` in its chain.
-
-        Raises:
-            ValueError: the chain does not fold.
-        """
-        return outline
-
-    def apply(self, geometry: Geometry, u: Floats) -> Geometry:
-        """The pictures after this transform; `u` is float64 [n, draws], each in [0, 1)."""
-        raise NotImplementedError
-
-    def unfit(self, height: int, width: int) -> str | None:
-        """Why a picture of this size cannot be transformed, or None."""
-        return None
-
-    def plain(self) -> dict[str, Any]:
-        """`{name: {argument: value}}` with the defaults filled in: equal for equal transforms, and plain data."""
-        return {self.name: self.model_dump(mode="json")}
+from headrace.pipeline.kinds import GRID, Geometric, Photometric, between, explained, grid, pick
+from headrace.pipeline.kinds import Transform as Transform
+from headrace.pipeline.photometric import (
+    ColorJitter,
+    GaussianBlur,
+    RandomAutocontrast,
+    RandomEqualize,
+    RandomErasing,
+    RandomGrayscale,
+    RandomPosterize,
+    RandomSolarize,
+)
 
 
-class Resize(Transform):
+class Resize(Geometric):
     """Resize to `size`: one number is the length of the shorter side, `[height, width]` is exact.
 
     The longer side has at most `max_size` pixels, if it is given. Without a `size` it has just so many.
@@ -149,7 +105,7 @@ class Resize(Transform):
         return np.where(heights <= widths, new_short, new_long), np.where(widths <= heights, new_short, new_long)
 
 
-class CenterCrop(Transform):
+class CenterCrop(Geometric):
     """Cut `size` out of the middle; where the picture is smaller it is padded with black."""
 
     if TYPE_CHECKING:
@@ -176,7 +132,7 @@ def _middle(pixels: Ints, side: int) -> Ints:
     return np.where(pixels < side, -((side - pixels) // 2), cut)
 
 
-class RandomCrop(Transform):
+class RandomCrop(Geometric):
     """Cut `size` out at a random place, after `padding` was put around the picture.
 
     With `pad_if_needed` a picture that is still too small is padded further, on both sides by all that is missing, so
@@ -242,11 +198,11 @@ class RandomCrop(Transform):
         if self.pad_if_needed:
             missing = np.maximum(side - axis.pixels, 0)
             axis = axis.padded(missing, missing)
-        offset = _pick(u, np.maximum(axis.pixels - side + 1, 1))
+        offset = pick(u, np.maximum(axis.pixels - side + 1, 1))
         return axis.cropped(offset, np.full_like(axis.pixels, side))
 
 
-class Pad(Transform):
+class Pad(Geometric):
     """Put `padding` pixels of the colour `fill` around the picture: one number, `[left and right, top and bottom]` or
     `[left, top, right, bottom]`.
     """
@@ -268,7 +224,7 @@ class Pad(Transform):
         return Geometry(geometry.y.padded(top, bottom), geometry.x.padded(left, right))
 
 
-class Letterbox(Transform):
+class Letterbox(Geometric):
     """Resize so that the whole picture fits into `size`, keeping its ratio, with the colour `fill` around it.
 
     Sides are rounded to the nearest pixel; an odd pixel of the frame is at the bottom or on the right. Without
@@ -309,7 +265,7 @@ def _framed(axis: Axis, scale: Floats, side: int) -> Axis:
     return inside.padded(missing // 2, missing - missing // 2)
 
 
-class RandomResizedCrop(Transform):
+class RandomResizedCrop(Geometric):
     """Cut out a window of random area and aspect ratio and resize it to `size`.
 
     `scale` bounds the window's share of the picture's area, `ratio` its width over its height. As in torchvision ten
@@ -341,8 +297,8 @@ class RandomResizedCrop(Transform):
 
     def apply(self, geometry: Geometry, u: Floats) -> Geometry:
         height, width = self._window(geometry.y.pixels, geometry.x.pixels, u[:, :-2])
-        top = _pick(u[:, -2], geometry.y.pixels - height + 1)
-        left = _pick(u[:, -1], geometry.x.pixels - width + 1)
+        top = pick(u[:, -2], geometry.y.pixels - height + 1)
+        left = pick(u[:, -1], geometry.x.pixels - width + 1)
         # What did not fit in ten tries is cut from the middle.
         tried = height > 0
         middle_height, middle_width = self._middle_window(geometry.y.pixels, geometry.x.pixels)
@@ -355,8 +311,8 @@ class RandomResizedCrop(Transform):
     def _window(self, heights: Ints, widths: Ints, u: Floats) -> tuple[Ints, Ints]:
         """Height and width of the first try that fits, zero where none does."""
         area = (heights * widths)[:, None].astype(np.float64)
-        target = grid(area * _between(*self.scale, u[:, 0::2]))
-        log_ratio = _between(math.log(self.ratio[0]), math.log(self.ratio[1]), u[:, 1::2])
+        target = grid(area * between(*self.scale, u[:, 0::2]))
+        log_ratio = between(math.log(self.ratio[0]), math.log(self.ratio[1]), u[:, 1::2])
         ratio = np.maximum(grid(np.exp(log_ratio)), GRID)
         # Square roots, unlike powers and logarithms, are the same on every CPU.
         width = np.rint(np.sqrt(target * ratio)).astype(np.int64)
@@ -375,17 +331,7 @@ class RandomResizedCrop(Transform):
         return np.minimum(height, heights), np.minimum(width, widths)
 
 
-def _between(low: float, high: float, u: Floats) -> Floats:
-    return low + (high - low) * u
-
-
-def _pick(u: Floats, choices: Ints) -> Ints:
-    """One of `0 .. choices - 1`."""
-    # The product may round up to `choices` itself.
-    return np.minimum((u * choices).astype(np.int64), choices - 1)
-
-
-class RandomHorizontalFlip(Transform):
+class RandomHorizontalFlip(Geometric):
     """Mirror left and right with probability `p`."""
 
     name = "random_horizontal_flip"
@@ -396,7 +342,7 @@ class RandomHorizontalFlip(Transform):
         return Geometry(geometry.y, geometry.x.flipped(u[:, 0] < self.p))
 
 
-class RandomVerticalFlip(Transform):
+class RandomVerticalFlip(Geometric):
     """Mirror top and bottom with probability `p`."""
 
     name = "random_vertical_flip"
@@ -419,6 +365,14 @@ TRANSFORMS: dict[str, type[Transform]] = {
         Letterbox,
         RandomHorizontalFlip,
         RandomVerticalFlip,
+        ColorJitter,
+        RandomGrayscale,
+        GaussianBlur,
+        RandomErasing,
+        RandomSolarize,
+        RandomPosterize,
+        RandomAutocontrast,
+        RandomEqualize,
     )
 }
 
@@ -438,13 +392,6 @@ def parse(item: object) -> Transform:
         return _build(name, {} if arguments is None else arguments)
     raise ValueError(f"{item!r} is not a transform: write a name or {{name: {{argument: value}}}}, one per list item")
 
-
-#: Arguments that torchvision has and Headrace has not, with the reason.
-_LEFT_OUT = {
-    "antialias": "Resampling is always antialiased",
-    "padding_mode": "Padding is always constant, by the colour fill; edge, reflect and symmetric do not fold",
-    "inplace": "It would change nothing",
-}
 
 #: What is no transform here but stands elsewhere in a stream.
 _ELSEWHERE = {
@@ -472,28 +419,11 @@ def _build(name: object, arguments: object) -> Transform:
     try:
         return kind.model_validate(arguments)
     except ValidationError as error:
-        raise ValueError(f"{name}: {_plain(error, kind)}") from None
+        raise ValueError(f"{name}: {explained(error, kind)}") from None
 
 
 def _snake(name: str) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
-
-
-def _plain(error: ValidationError, kind: type[Transform]) -> str:
-    def sentence(found: Mapping[str, Any]) -> str:
-        key = ".".join(str(part) for part in found["loc"])
-        if found["type"] == "extra_forbidden":
-            hint = f". {_LEFT_OUT[key]}" if key in _LEFT_OUT else ""
-            return f"{key}: there is no such argument; there are {', '.join(kind.model_fields)}{hint}"
-        if found["type"] == "missing":
-            return f"{key}: is required"
-        message = str(found["msg"]).removeprefix("Value error, ")
-        if not key:
-            return message
-        shown = "" if found["type"] == "value_error" else f" (got {found['input']!r})"
-        return f"{key}: {message}{shown}"
-
-    return "; ".join(sentence(found) for found in error.errors(include_url=False))
 
 
 def named(transforms: Sequence[Transform]) -> Iterator[tuple[str, Transform]]:
@@ -507,20 +437,35 @@ def named(transforms: Sequence[Transform]) -> Iterator[tuple[str, Transform]]:
         yield transform.name if n == 1 else f"{transform.name}.{n}", transform
 
 
-def _outline(transforms: Sequence[Transform]) -> Outline:
-    outline = Outline()
+def _fold(transforms: Sequence[Transform]) -> tuple[Outline, tuple[int, int]]:
+    """What is known of every picture of the chain, and its height and width."""
+    outline, coloured_by = Outline(), None
     for name, transform in named(transforms):
-        outline = transform.outline(outline, name)
-    return outline
+        if isinstance(transform, Photometric):
+            coloured_by = coloured_by or name
+        elif isinstance(transform, Geometric):
+            before, outline = outline, transform.outline(outline, name)
+            if coloured_by is not None and outline != before:
+                raise ValueError(
+                    f"transforms: {name} changes what is seen of a picture, or its size, after {coloured_by} has "
+                    "changed its colours; Headrace resamples the original pixels, so colour comes after all of that, "
+                    f"and only flips after it. Put {name} before {coloured_by}"
+                )
+    size = _size(transforms, outline)
+    for name, transform in named(transforms):
+        if isinstance(transform, Photometric) and (why := transform.unsuited(*size)):
+            raise ValueError(f"transforms: {name}: {why}")
+    return outline, size
 
 
 def output_size(transforms: Sequence[Transform]) -> tuple[int, int]:
     """(height, width) of every picture that the chain makes.
 
     Raises:
-        ValueError: the chain does not fold into one resample, or has no fixed size at its end; says why.
+        ValueError: the chain does not fold into one resample with colour after it, or has no fixed size at its end;
+            says why.
     """
-    return _size(transforms, _outline(transforms))
+    return _fold(transforms)[1]
 
 
 def _size(transforms: Sequence[Transform], outline: Outline) -> tuple[int, int]:
@@ -544,11 +489,12 @@ def unfit(transforms: Sequence[Transform], height: int, width: int) -> str | Non
         height: of the picture after its EXIF orientation, at least 1.
         width: likewise.
     """
-    choosy = [i for i, transform in enumerate(transforms) if type(transform).unfit is not Transform.unfit]
+    shapes = [(name, transform) for name, transform in named(transforms) if isinstance(transform, Geometric)]
+    choosy = [i for i, (_, transform) in enumerate(shapes) if type(transform).unfit is not Geometric.unfit]
     if not choosy:
         return None
     geometry: Geometry | None = None
-    for i, (name, transform) in enumerate(named(transforms[: choosy[-1] + 1])):
+    for i, (name, transform) in enumerate(shapes[: choosy[-1] + 1]):
         if why := transform.unfit(height, width):
             return f"{name}: {why}"
         if i < choosy[-1]:
@@ -619,12 +565,16 @@ def plan(
     Raises:
         ValueError: as `output_size`.
     """
-    outline = _outline(transforms)
-    size = _size(transforms, outline)
-    geometry = Geometry.whole(heights, widths)
+    outline, size = _fold(transforms)
+    geometry, colour = Geometry.whole(heights, widths), list[Step]()
     for name, transform in named(transforms):
         u = uniforms(seed, epoch, name, first, len(heights), transform.draws)
-        geometry = transform.apply(geometry, u)
+        if isinstance(transform, Photometric):
+            colour += transform.steps(*size, u)
+        elif isinstance(transform, Geometric):
+            before, geometry = geometry, transform.apply(geometry, u)
+            if colour:
+                colour = _turned(colour, size, before, geometry)
     return Params(
         box=geometry.box,
         mirror_x=geometry.x.mirror,
@@ -633,4 +583,12 @@ def plan(
         interpolation=outline.interpolation,
         fill=outline.fill,
         framed=outline.filled_by is not None,
+        colour=tuple(colour),
     )
+
+
+def _turned(steps: Sequence[Step], size: tuple[int, int], before: Geometry, after: Geometry) -> list[Step]:
+    """Steps of a picture that is mirrored after them, as steps of one that was mirrored before them."""
+    flip_y, flip_x = before.y.mirror ^ after.y.mirror, before.x.mirror ^ after.x.mirror
+    # A box has a place; what else there is does the same to a mirrored picture.
+    return [step.mirrored(flip_y, flip_x, size) if isinstance(step, Erase) else step for step in steps]
