@@ -296,6 +296,12 @@ def median(rounds: Sequence[Mapping[str, float]], key: str) -> float:
     return statistics.median(r[key] for r in rounds)
 
 
+def paired(rounds: Rounds, ours: str, theirs: str) -> float:
+    """The median, over the rounds, of the ratio of two sides' images/s in the same round."""
+    pairs = zip(rounds[ours], rounds[theirs], strict=True)
+    return statistics.median(a["images_per_s"] / b["images_per_s"] for a, b in pairs)
+
+
 # -- the report ---------------------------------------------------------------------------------------------------
 
 
