@@ -34,15 +34,17 @@ from headrace.pipeline.values import (
     Addresses,
     Backend,
     ClassNames,
+    Count,
+    Devices,
     Extensions,
     File,
     Flag,
     Folder,
+    InFlight,
     LabelColumns,
     MemoryValue,
     Name,
     Patterns,
-    Processes,
     Share,
     Size,
     StreamName,
@@ -275,12 +277,29 @@ class Workers(_Model):
     """Who computes.
 
     Attributes:
-        backend: a name of `headrace.pipeline.backend`; `auto` takes the best that this machine has.
-        processes: `auto` is one for each CPU that the daemon may use.
+        backend: a name of `headrace.pipeline.backend`; `auto` takes the best that works here, see
+            `headrace.pipeline.machine`.
+        processes: CPU workers; `auto` is one for each CPU that the daemon may use.
+        threads: of a GPU's worker, that read and decode.
+        devices: numbers of GPUs; `auto` are all that work and that no other process uses.
+        in_flight: chunks that a GPU's worker is given at once.
+        gpu_memory: bytes of its GPU that a worker may use.
+        hw_decoder_load: share of JPEGs that the GPU's JPEG engine decodes.
     """
 
     backend: Backend = "auto"
-    processes: Processes = "auto"
+    processes: Count = "auto"
+    threads: Count = "auto"
+    devices: Devices = "auto"
+    in_flight: InFlight = "auto"
+    gpu_memory: Size = 4 << 30
+    hw_decoder_load: Share = 0.0
+
+    @model_validator(mode="after")
+    def _devices_are_used(self) -> Workers:
+        if self.devices != "auto" and self.backend not in ("auto", "dali-gpu"):
+            raise ValueError(f"devices: belongs to the backends `auto` and `dali-gpu`, and this is `{self.backend}`")
+        return self
 
 
 def _streams(value: object) -> object:

@@ -15,8 +15,10 @@ from typing import Annotated
 from pydantic import BeforeValidator, PlainSerializer, PlainValidator, ValidationInfo
 
 from headrace.connect import LONGEST_PATH
-from headrace.pipeline.backend import resolve
 from headrace.pipeline.problems import show
+
+#: What `workers.backend` may say; "fake", which is for tests, is accepted beside them.
+BACKENDS = ("auto", "dali-gpu", "dali-cpu", "pillow")
 
 #: The daemon binds PATH and, for ZeroMQ, PATH.zmq.
 _ZMQ_SUFFIX = ".zmq"
@@ -220,17 +222,37 @@ def _check_place(address: str, place: str) -> None:
 
 
 def _backend(value: object) -> str:
-    name = _text(value)
-    resolve(name)
-    return name
+    if not isinstance(value, str) or value not in (*BACKENDS, "fake"):
+        raise ValueError(f"must be {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
+    return value
 
 
-def _processes(value: object) -> int | str:
+def _count(most: int) -> PlainValidator:
+    def check(value: object) -> int | str:
+        if value == "auto":
+            return "auto"
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ValueError(f'must be "auto" or a whole number from 1 to {most}')
+        return value
+
+    return PlainValidator(check)
+
+
+def _devices(value: object) -> tuple[int, ...] | str:
     if value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1024:
-        raise ValueError('must be "auto" or a whole number from 1 to 1024')
-    return value
+    if (
+        not isinstance(value, list | tuple)
+        or not value
+        or not all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1024 for v in value)
+        or len(set(value)) < len(value)
+    ):
+        raise ValueError('must be "auto" or a list of numbers of GPUs, each of them once, such as [0, 1]')
+    return tuple(sorted(value))
+
+
+def _devices_plain(value: tuple[int, ...] | str) -> list[int] | str:
+    return value if isinstance(value, str) else list(value)
 
 
 Flag = Annotated[bool, BeforeValidator(_flag)]
@@ -247,4 +269,6 @@ StreamName = Annotated[str, BeforeValidator(_stream_name)]
 Addresses = Annotated[list[str], BeforeValidator(_listen)]
 MemoryValue = Annotated[Memory, PlainValidator(Memory.parse), PlainSerializer(Memory.plain)]
 Backend = Annotated[str, BeforeValidator(_backend)]
-Processes = Annotated[int | str, PlainValidator(_processes)]
+Count = Annotated[int | str, _count(1024)]
+InFlight = Annotated[int | str, _count(64)]
+Devices = Annotated[tuple[int, ...] | str, PlainValidator(_devices), PlainSerializer(_devices_plain)]

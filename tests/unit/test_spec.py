@@ -98,7 +98,8 @@ def test_a_file_with_every_key_gives_every_field(tmp_path: Path) -> None:
 def test_the_defaults_are_those_of_the_documents() -> None:
     loaded = config()
     assert (loaded.listen, loaded.memory, loaded.cache_dir, loaded.socket.group) == ([], None, None, None)
-    assert (loaded.workers.backend, loaded.workers.processes) == ("auto", "auto")
+    workers = dict.fromkeys(("backend", "processes", "threads", "devices", "in_flight"), "auto")
+    assert loaded.workers.plain() == workers | {"gpu_memory": 4 << 30, "hw_decoder_load": 0.0}
     train = loaded.streams["train"]
     assert (train.shuffle, train.seed, train.chunk, train.on_bad_sample, train.max_bad) == (False, 0, 32, "skip", 0.01)
     assert (train.decode.max_pixels, train.decode.max_file_bytes) == (178956970, 256 << 20)
@@ -258,11 +259,24 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("socket", 3, "socket: 3: must be a mapping of keys"),
     ("socket.group", 7, "socket.group: 7: must be a name (a string; put it in quotes)"),
     ("socket.grop", "x", "socket.grop: there is no such key, did you mean group?; allowed here: group"),
-    ("workers.backend", "dali", "workers.backend: 'dali' is not one of auto, pillow"),
-    ("workers.backend", 3, "workers.backend: 3: must be a name"),
+    ("workers.backend", "dali", 'workers.backend: "dali": must be auto, dali-gpu, dali-cpu or pillow'),
+    ("workers.backend", 3, "workers.backend: 3: must be auto, dali-gpu, dali-cpu or pillow"),
     ("workers.processes", 0, 'workers.processes: 0: must be "auto" or a whole number from 1 to 1024'),
     ("workers.processes", True, "workers.processes: true: must be"),
-    ("workers.threads", 2, "workers.threads: there is no such key"),
+    ("workers.threads", 0, 'workers.threads: 0: must be "auto" or a whole number from 1 to 1024'),
+    ("workers.in_flight", 65, 'workers.in_flight: 65: must be "auto" or a whole number from 1 to 64'),
+    ("workers.devices", 0, 'workers.devices: 0: must be "auto" or a list of numbers of GPUs, each of them once'),
+    ("workers.devices", [], 'workers.devices: []: must be "auto" or a list'),
+    ("workers.devices", [0, 0], "workers.devices: [0, 0]: must be"),
+    ("workers.devices", [-1], "workers.devices: [-1]: must be"),
+    ("workers.devices", [True], "workers.devices: [true]: must be"),
+    (
+        "workers",
+        {"backend": "dali-cpu", "devices": [0]},
+        "workers: devices: belongs to the backends `auto` and `dali-gpu`, and this is `dali-cpu`",
+    ),
+    ("workers.gpu_memory", 0, 'workers.gpu_memory: 0: must be bytes (268435456) or a size such as "256MiB"'),
+    ("workers.hw_decoder_load", 1.5, "workers.hw_decoder_load: 1.5: must be a number from 0 to 1"),
     ("streams", {}, "streams: {}: must hold at least one stream"),
     ("streams", None, "streams: null: must be a mapping of keys"),
     ("streams.train", 7, "streams.train: 7: must be a mapping of keys"),
@@ -525,6 +539,8 @@ def test_the_key_of_a_configuration_has_its_defaults_filled_in_and_leaves_listen
     assert key == config(cache_dir=config().cache_folder).key()
     assert key != config(memory="1GiB").key()
     assert key != config(workers={"processes": 1}).key()
+    assert key == config(workers={"gpu_memory": "4GiB", "hw_decoder_load": 0, "devices": "auto"}).key()
+    assert config(workers={"devices": [1, 0]}).key() == config(workers={"devices": [0, 1]}).key() != key
     assert key != config(streams={"train": STREAM | {"max_bad": 0.5}}).key()
 
 

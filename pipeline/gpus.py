@@ -1,0 +1,194 @@
+"""The GPUs of this machine, by NVML: nothing here starts CUDA, so no process gets a context, or memory, on a GPU.
+
+See the NVML API reference, https://docs.nvidia.com/deploy/nvml-api. NVML counts GPUs by their place on the bus, as
+`nvidia-smi` does; CUDA counts as it likes, unless CUDA_DEVICE_ORDER says otherwise. So whoever starts CUDA calls
+`count_by_bus` before, and numbers mean the same everywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_LIBRARY = "libnvidia-ml.so.1"
+_TEXT = 96  # bytes of a name, of an identity, of a version
+_PROCESSES = 256
+#: Bytes in use on a GPU, of which NVML names no process, that are taken for one of another container.
+_NOBODYS = 1 << 30
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_v2_t"""
+
+    _fields_ = [("version", ctypes.c_uint)] + [(n, ctypes.c_ulonglong) for n in ("total", "reserved", "free", "used")]
+
+
+class _Process(ctypes.Structure):
+    """nvmlProcessInfo_t"""
+
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("memory", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """
+    Attributes:
+        number: as CUDA counts the GPUs that this process may see, by their place on the bus.
+        total, free: bytes of its memory.
+        users: processes that compute on it, as far as they can be seen.
+        crowded: whether somebody who cannot be seen, in another container, uses its memory.
+    """
+
+    number: int
+    name: str
+    total: int
+    free: int
+    users: tuple[int, ...] = ()
+    crowded: bool = False
+
+    @property
+    def busy(self) -> str:
+        """Who uses it, in words, or ""."""
+        if self.users:
+            return ", ".join(f"process {pid}{_name(pid)}" for pid in self.users)
+        return "somebody who cannot be seen from here" if self.crowded else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """
+    Attributes:
+        found: those that this process may see.
+        driver: its version, "" without one.
+        cuda: the newest CUDA that the driver runs, as (major, minor).
+        trouble: why there are none, or "".
+    """
+
+    found: tuple[Gpu, ...] = ()
+    driver: str = ""
+    cuda: tuple[int, int] = (0, 0)
+    trouble: str = ""
+
+
+class _Failed(Exception):
+    """NVML has refused a call."""
+
+
+def count_by_bus() -> None:
+    """Have CUDA, which this process has not started yet, count GPUs as NVML does."""
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+
+
+def look(load: Callable[[str], Any] = ctypes.CDLL) -> Gpus:
+    """What there is. Costs a failed `dlopen` where there is no driver.
+
+    Args:
+        load: the library by its name; OSError where it is missing.
+    """
+    try:
+        nvml = load(_LIBRARY)
+    except OSError:
+        return Gpus(trouble=f"there is no NVIDIA driver: {_LIBRARY} cannot be loaded")
+    try:
+        _call(nvml, "nvmlInit_v2")
+    except _Failed as error:
+        return Gpus(trouble=f"the NVIDIA driver does not work: {error}")
+    driver = ""
+    try:
+        driver = _text(nvml, "nvmlSystemGetDriverVersion")
+        cuda = ctypes.c_int()
+        _call(nvml, "nvmlSystemGetCudaDriverVersion_v2", ctypes.byref(cuda))
+        newest = cuda.value // 1000, cuda.value % 1000 // 10
+        found = tuple(_gpu(nvml, number, handle) for number, handle in enumerate(_visible(nvml)))
+    except _Failed as error:
+        return Gpus(driver=driver, trouble=f"NVIDIA driver {driver or 'of unknown version'}: {error}")
+    finally:
+        with suppress(_Failed):
+            _call(nvml, "nvmlShutdown")
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if asked is None else f" that CUDA_VISIBLE_DEVICES={asked} lets be seen"
+    return Gpus(found, driver, newest, "" if found else f"NVIDIA driver {driver}: there is no GPU{hidden}")
+
+
+def _visible(nvml: Any) -> list[ctypes.c_void_p]:
+    """Handles of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order. As in CUDA the first entry that names none
+    ends the list; see "Environment Variables" in the CUDA programming guide.
+    """
+    count = ctypes.c_uint()
+    _call(nvml, "nvmlDeviceGetCount_v2", ctypes.byref(count))
+    handles = []
+    for number in range(count.value):
+        handle = ctypes.c_void_p()
+        _call(nvml, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(number), ctypes.byref(handle))
+        handles.append(handle)
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if asked is None:
+        return handles
+    seen: list[ctypes.c_void_p] = []
+    for entry in map(str.strip, asked.split(",")):
+        if entry.isascii() and entry.isdigit() and int(entry) < len(handles):
+            seen.append(handles[int(entry)])
+        elif entry.startswith("GPU-"):
+            matching = [handle for handle in handles if _text(nvml, "nvmlDeviceGetUUID", handle).startswith(entry)]
+            if len(matching) != 1:
+                break
+            seen += matching
+        elif entry.startswith("MIG-"):
+            instance = ctypes.c_void_p()
+            try:
+                _call(nvml, "nvmlDeviceGetHandleByUUID", entry.encode(), ctypes.byref(instance))
+            except _Failed:
+                break
+            seen.append(instance)
+        else:
+            break
+    return seen
+
+
+def _gpu(nvml: Any, number: int, handle: ctypes.c_void_p) -> Gpu:
+    memory = _Memory(version=ctypes.sizeof(_Memory) | 2 << 24)
+    _call(nvml, "nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(memory))
+    count, running = ctypes.c_uint(_PROCESSES), (_Process * _PROCESSES)()
+    try:
+        _call(nvml, "nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(count), running)
+        users = tuple(sorted(process.pid for process in running[: count.value]))
+    except _Failed:  # it may be forbidden to ask
+        users = ()
+    crowded = not users and memory.used > _NOBODYS
+    return Gpu(number, _text(nvml, "nvmlDeviceGetName", handle), memory.total, memory.free, users, crowded)
+
+
+def _call(nvml: Any, name: str, *arguments: Any) -> None:
+    try:
+        function = getattr(nvml, name)
+    except AttributeError:
+        raise _Failed(f"it is too old, {name} is missing") from None
+    if (code := function(*arguments)) == 0:
+        return
+    explain = nvml.nvmlErrorString
+    explain.restype = ctypes.c_char_p
+    raise _Failed(f"{name}: {(explain(code) or b'unknown error').decode(errors='replace')} ({code})")
+
+
+def _text(nvml: Any, name: str, *handle: ctypes.c_void_p) -> str:
+    buffer = ctypes.create_string_buffer(_TEXT)
+    _call(nvml, name, *handle, buffer, ctypes.c_uint(_TEXT))
+    return buffer.value.decode(errors="replace")
+
+
+def _name(pid: int) -> str:
+    """` (python)`, where it can be seen."""
+    try:
+        return f" ({Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()})"
+    except OSError:
+        return ""

@@ -1,0 +1,185 @@
+"""What `workers.backend` means on this machine: which backend runs, on which GPUs, and why.
+
+`auto` takes the best that really works here, and no GPU that another process uses unless `devices` names it. What a
+configuration names and cannot have is an error. Where there is neither GPU nor DALI, asking costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+
+from headrace.errors import ConfigError
+from headrace.pipeline import backend, gpus, trial
+from headrace.pipeline.backend import Backend, Options
+from headrace.pipeline.gpus import Gpu, Gpus
+from headrace.pipeline.spec import Workers
+
+#: What `auto` is without a GPU, and why: to be changed here alone. Measured, CPU time of one core per picture, windows
+#: of 500x375 to 224x224: decoding 2.0 ms by both, 1.7 where DALI decodes the window alone; resizing 0.9 ms by Pillow 13
+#: and 1.5 by DALI. Of 1280x853: decoding 8.5, and 7.2 to 7.8; resizing 2.5 and 2.8. And DALI takes 700 MB of packages
+#: and 0.7 s more for the start of each process.
+_WITHOUT_GPU = "pillow"
+_WITHOUT_GPU_WHY = "without a GPU Pillow renders as fast as DALI on the CPU, and starts sooner"
+
+#: DALI by the package that brings it, with the oldest CUDA of the driver that it needs, and our extra for it.
+_DALI = {
+    "nvidia-dali-cuda130": ((13, 0), "dali"),
+    "nvidia-dali-cuda120": ((12, 0), "dali-cuda12"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Dali:
+    """An installed DALI: its package and version."""
+
+    package: str
+    version: str
+
+    @property
+    def cuda(self) -> tuple[int, int]:
+        """The oldest CUDA that the driver must run."""
+        return _DALI[self.package][0]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """
+    Attributes:
+        backend: a name of `headrace.pipeline.backend`, never "auto".
+        devices: numbers of the GPUs that it uses; empty unless it is "dali-gpu".
+        why: sentences.
+        render_id: of the backend as it was tried, or "" if it was not.
+    """
+
+    backend: str
+    devices: tuple[int, ...] = ()
+    why: tuple[str, ...] = ()
+    render_id: str = ""
+
+
+def dali() -> list[Dali]:
+    """Which DALI is installed, by the word of the packages; nothing is imported. Two get in each other's way."""
+    found = []
+    for package in _DALI:
+        try:
+            found.append(Dali(package, metadata.version(package)))
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def choose(workers: Workers) -> Choice:
+    """What runs here.
+
+    Raises:
+        ConfigError: what is named cannot run here; says why and what to do.
+    """
+    if workers.backend == "auto":
+        return _best(workers)
+    if workers.backend == "dali-gpu":
+        found = _usable(workers)
+        if not found.devices:
+            raise ConfigError(_cannot("dali-gpu", *found.troubles))
+        return Choice("dali-gpu", found.devices, (_NAMED, *found.troubles), found.render_id)
+    if workers.backend == "dali-cpu" and not dali():
+        raise ConfigError(_cannot("dali-cpu", _NO_DALI))
+    return Choice(workers.backend, (), (_NAMED,))
+
+
+def make(workers: Workers) -> Backend:
+    """What runs here, on the first of its GPUs, for a program that renders by itself.
+
+    Raises:
+        ConfigError: as `choose`.
+        BackendFailed: it does not work after all.
+    """
+    chosen = choose(workers)
+    device = chosen.devices[0] if chosen.devices else 0
+    return backend.make(chosen.backend, Options(device=device, hw_decoder_load=workers.hw_decoder_load))
+
+
+def _cannot(name: str, *troubles: str) -> str:
+    return f"workers.backend: {name} cannot run here: {'; '.join(troubles)}. `auto` takes what works"
+
+
+_NAMED = "the configuration names it"
+_FASTEST = "a GPU is the fastest there is"
+_NO_DALI = (
+    "NVIDIA DALI is not installed: pip install 'headrace[dali]', or 'headrace[dali-cuda12]' where the driver knows no "
+    "CUDA 13"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Usable:
+    """GPUs that `dali-gpu` can run on, and what is wrong with others."""
+
+    devices: tuple[int, ...] = ()
+    troubles: tuple[str, ...] = ()
+    render_id: str = ""
+
+
+def _best(workers: Workers) -> Choice:
+    found = _usable(workers)
+    if found.devices:
+        return Choice("dali-gpu", found.devices, (_FASTEST, *found.troubles), found.render_id)
+    return Choice(_WITHOUT_GPU, (), (*found.troubles, _WITHOUT_GPU_WHY))
+
+
+def _usable(workers: Workers) -> _Usable:
+    """
+    Raises:
+        ConfigError: `devices` names a GPU that is not among those there are.
+    """
+    there = gpus.look()
+    if there.trouble:
+        return _Usable(troubles=(there.trouble,))
+    wanted = _wanted(workers, there)
+    if not (installed := dali()):
+        return _Usable(troubles=(_NO_DALI,))
+    if there.cuda < installed[0].cuda:
+        return _Usable(troubles=(too_old(there, installed[0]),))
+    troubles, running = [], {}
+    for gpu in wanted:
+        if (busy := gpu.busy) and workers.devices == "auto":
+            troubles.append(f"GPU {gpu.number} ({gpu.name}) is used by {busy}; to share it, name it in workers.devices")
+        elif gpu.free < workers.gpu_memory:
+            troubles.append(
+                f"GPU {gpu.number} ({gpu.name}) has {gpu.free >> 20} MiB of free memory, and workers.gpu_memory is "
+                f"{workers.gpu_memory >> 20} MiB"
+            )
+        else:
+            options = Options(device=gpu.number, hw_decoder_load=workers.hw_decoder_load)
+            running[gpu] = trial.Running("dali-gpu", options)  # all of them at once
+    devices, render_id = [], ""
+    for gpu, tried in running.items():
+        if (done := tried.result()).trouble:
+            troubles.append(f"GPU {gpu.number} ({gpu.name}): {done.trouble}")
+        else:
+            devices.append(gpu.number)
+            render_id = render_id or done.render_id
+    return _Usable(tuple(devices), tuple(troubles), render_id)
+
+
+def _wanted(workers: Workers, there: Gpus) -> list[Gpu]:
+    if workers.devices == "auto":
+        return list(there.found)
+    by_number = {gpu.number: gpu for gpu in there.found}
+    if unknown := [number for number in workers.devices if number not in by_number]:
+        known = ", ".join(f"{gpu.number} ({gpu.name})" for gpu in there.found)
+        raise ConfigError(f"workers.devices: there is no GPU {', '.join(map(str, unknown))}; there is {known}")
+    return [by_number[int(number)] for number in workers.devices]
+
+
+def too_old(there: Gpus, installed: Dali) -> str:
+    """That the driver is too old for this DALI, and what to do."""
+    other = "'headrace[dali-cuda12]' instead of 'headrace[dali]', or " if there.cuda >= (12, 0) else ""
+    return (
+        f"NVIDIA driver {there.driver} runs CUDA {_dotted(there.cuda)} at most, and {installed.package} "
+        f"{installed.version} needs {_dotted(installed.cuda)}: install {other}a newer driver"
+    )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
