@@ -77,6 +77,25 @@ def _pillow(options: Options) -> Backend:
     return PillowBackend()
 
 
+def _dali(options: Options, gpu: bool) -> Backend:
+    try:
+        from headrace.pipeline.dali import DaliBackend
+    except (ImportError, OSError) as error:
+        raise BackendFailed(
+            f"DALI cannot be imported ({error}). It comes with the extra headrace[dali], and for CUDA 12 with "
+            "headrace[dali-cuda12]"
+        ) from error
+    return DaliBackend(options, gpu=gpu)
+
+
+def _dali_cpu(options: Options) -> Backend:
+    return _dali(options, gpu=False)
+
+
+def _dali_gpu(options: Options) -> Backend:
+    return _dali(options, gpu=True)
+
+
 def _fake(options: Options) -> Backend:
     from headrace.pipeline.fake import FakeBackend
 
@@ -84,7 +103,12 @@ def _fake(options: Options) -> Backend:
 
 
 #: Every backend by the name that a configuration uses; a library is imported when its backend is made.
-BACKENDS: dict[str, Callable[[Options], Backend]] = {"pillow": _pillow, "fake": _fake}
+BACKENDS: dict[str, Callable[[Options], Backend]] = {
+    "pillow": _pillow,
+    "dali-cpu": _dali_cpu,
+    "dali-gpu": _dali_gpu,
+    "fake": _fake,
+}
 
 AUTO = "auto"
 

@@ -8,12 +8,176 @@ may be decoded in part (`Form.part`) that window alone, of another one the whole
 give the same pixels, and both are then resampled from the same stretch of that window. A GPU decodes the whole and
 resamples from it.
 
-Colour steps are the business of `headrace.pipeline.dali_colour`, which has three functions. What they get are the
-upright pictures, mirrored and with their frame, uint8 HWC of the size of the output, so that boxes and kernels are in
-the frame in which the steps are meant:
-
-    form(steps: Sequence[Step]) -> Hashable             what of the steps is compiled into a graph: kinds, constants
-    apply(images: DataNode, form, size) -> DataNode     called while a pipeline is defined; images may be on a GPU.
-                                                        Brings its own `fn.external_source(name=...)`
-    inputs(steps: Sequence[Step]) -> dict[str, NDArray] by those names, row i belongs to picture i of the batch
+Colour steps are the business of `dali_colour`. What it gets are the upright pictures, mirrored and with their frame, so
+that boxes and kernels are in the frame in which the steps are meant. On the CPU `paint` applies them afterwards, which
+is several times faster.
 """
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from nvidia.dali import fn, types
+from nvidia.dali.pipeline import Pipeline
+
+from headrace.pipeline import dali_colour
+from headrace.pipeline.colour import Colour
+from headrace.pipeline.view import Shown, View
+
+#: DALI's name of a filter, and how far it reaches, in pixels of the coarser side.
+_FILTERS = {
+    "bilinear": (types.INTERP_LINEAR, 1),
+    "bicubic": (types.INTERP_CUBIC, 2),
+    "lanczos": (types.INTERP_LANCZOS3, 3),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is compiled into a graph.
+
+    Attributes:
+        part: whether only the window is decoded.
+        transpose: whether rows and columns of the result change places.
+        size: (height, width) of the output.
+        interpolation: "bilinear", "bicubic" or "lanczos".
+        fill: of what lies outside of the pictures; None if no window leaves its picture.
+        colour: of the colour steps.
+    """
+
+    part: bool
+    transpose: bool
+    size: tuple[int, int]
+    interpolation: str
+    fill: Colour | None
+    colour: dali_colour.Form
+
+
+@dataclass(frozen=True, slots=True)
+class Executor:
+    """Where and with what a graph runs.
+
+    Attributes:
+        device: number of the GPU, None for the CPU.
+        batch: pictures at once, at most.
+        threads: that decode.
+        hw_decoder_load: as in `headrace.pipeline.backend.Options`.
+    """
+
+    device: int | None = None
+    batch: int = 8
+    threads: int = 1
+    hw_decoder_load: float = 0.0
+
+
+def build(form: Form, executor: Executor) -> Pipeline:
+    """The pipeline; `inputs` says what it is fed. Its outputs are the pictures, uint8 (height, width, 3), and unless
+    only parts are decoded the last pixel of each whole picture, uint8 (1, 1, 3), both on the device.
+    """
+    gpu = executor.device is not None
+    pipeline = Pipeline(
+        batch_size=executor.batch,
+        num_threads=executor.threads,
+        device_id=executor.device,
+        prefetch_queue_depth=1,
+        # The executor that does least beside the work; on a GPU the one that gives memory back.
+        **({} if gpu else {"exec_async": False, "exec_pipelined": False, "exec_dynamic": False}),
+    )
+    with pipeline:
+        images, last = _decoded(form, executor)
+        images = _resampled(images, form)
+        images = dali_colour.apply(images, form.colour, form.size)
+        pipeline.set_outputs(images, *last)
+    pipeline.build()
+    return pipeline
+
+
+def _decoded(form: Form, executor: Executor) -> tuple[Any, list[Any]]:
+    data = fn.external_source(name="data", dtype=types.UINT8, ndim=1, no_copy=True)
+    options = {"output_type": types.RGB, "adjust_orientation": False}
+    if executor.device is not None:
+        images = fn.decoders.image(
+            data, device="mixed", hw_decoder_load=executor.hw_decoder_load, jpeg_fancy_upsampling=True, **options
+        )
+        return images, [_last_pixel(images)]
+    window = {
+        "start": fn.external_source(name="start", dtype=types.INT32, ndim=1),
+        "shape": fn.external_source(name="shape", dtype=types.INT32, ndim=1),
+        "axes": [0, 1],
+    }
+    if form.part:
+        return fn.decoders.image_slice(data, device="cpu", **window, **options), []
+    images = fn.decoders.image(data, device="cpu", **options)
+    return fn.slice(images, **window), [_last_pixel(images)]
+
+
+def _last_pixel(images: Any) -> Any:
+    return fn.crop(images, crop=[1, 1], crop_pos_x=1.0, crop_pos_y=1.0)
+
+
+def _resampled(images: Any, form: Form) -> Any:
+    height, width = form.size[::-1] if form.transpose else form.size
+    images = fn.resize(
+        images,
+        # Mirrored where a stretch ends before it starts.
+        roi_start=fn.external_source(name="roi_start", dtype=types.FLOAT, ndim=1),
+        roi_end=fn.external_source(name="roi_end", dtype=types.FLOAT, ndim=1),
+        size=fn.external_source(name="size", dtype=types.FLOAT, ndim=1) if form.fill is not None else [height, width],
+        interp_type=_FILTERS[form.interpolation][0],
+        antialias=True,
+    )
+    if form.fill is not None:
+        images = fn.slice(
+            images,
+            start=fn.external_source(name="frame", dtype=types.INT32, ndim=1),
+            shape=[height, width],
+            axes=[0, 1],
+            out_of_bounds_policy="pad",
+            fill_values=list(form.fill),
+        )
+    return fn.transpose(images, perm=[1, 0, 2]) if form.transpose else images
+
+
+def inputs(form: Form, executor: Executor, views: Sequence[View], encoded: Sequence[bytes]) -> dict[str, Any]:
+    """What the pipeline is fed for these pictures, all but what the colour steps need."""
+    ends = [_ends(view, form) for view in views]
+    # Row 0 of each is the y axis, row 1 the x axis: offset, pixels, roi's start and end, size, frame.
+    table = np.array(ends, np.float64)
+    offset, pixels, start, end, size, frame = np.moveaxis(table, 2, 0)
+    fed: dict[str, Any] = {"data": [np.frombuffer(data, np.uint8) for data in encoded]}
+    if executor.device is None:
+        fed |= {"start": offset.astype(np.int32), "shape": pixels.astype(np.int32)}
+        start, end = start - offset, end - offset
+    fed |= {"roi_start": start.astype(np.float32), "roi_end": end.astype(np.float32)}
+    if form.fill is not None:
+        fed |= {"size": size.astype(np.float32), "frame": frame.astype(np.int32)}
+    return fed
+
+
+Numbers = tuple[float, float, float, float, float, float]
+
+
+def _ends(view: View, form: Form) -> tuple[Numbers, Numbers]:
+    reach = _FILTERS[form.interpolation][1]
+    # The mirrors are those of the upright result, after the transposition.
+    mirror_y, mirror_x = (view.mirror_x, view.mirror_y) if view.transpose else (view.mirror_y, view.mirror_x)
+    (width, height), (columns, rows) = view.size, view.whole
+    y, x = view.down, view.across
+    if y.first >= y.last or x.first >= x.last:
+        # Nothing of the picture is to be seen: a frame around one pixel of it, and that outside.
+        return (0, 1, 0, 1, 1, 1), (0, 1, 0, 1, 1, 1)
+    return _axis(y, height, rows, mirror_y, reach), _axis(x, width, columns, mirror_x, reach)
+
+
+def _axis(shown: Shown, pixels: int, length: int, mirror: bool, reach: int) -> Numbers:
+    size = shown.last - shown.first
+    margin = math.ceil(reach * max((shown.end - shown.start) / size, 1.0)) + 1
+    low = max(0, math.floor(shown.start) - margin)
+    high = min(length, math.ceil(shown.end) + margin)
+    if mirror:
+        return low, high - low, shown.end, shown.start, size, shown.last - pixels
+    return low, high - low, shown.start, shown.end, size, -shown.first

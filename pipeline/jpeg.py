@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 _ALONE = {0x01, *range(0xD0, 0xDA)}  # markers without a length: TEM, RSTn, SOI, EOI
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-_SOS, _EOI, _DRI = 0xDA, 0xD9, 0xDD
+_SOS, _EOI, _DRI, _APP0, _APP14 = 0xDA, 0xD9, 0xDD, 0xE0, 0xEE
 _PROGRESSIVE = (2, 10)
 _ARITHMETIC = 9  # and above
 _RESTART = re.compile(rb"\xff([\xd0-\xd7])")
@@ -49,12 +49,26 @@ class Header:
         restart: MCUs between two restart markers, 0 without.
         scan: components of the first scan.
         pixels: where its entropy-coded data begin, 0 if there are none.
+        transform: colours as Adobe's marker says, 0 none, 1 YCbCr, 2 YCCK; -1 without such a marker.
+        jfif: whether it has the marker of JFIF.
     """
 
     frame: Frame | None
     restart: int
     scan: int
     pixels: int
+    transform: int = -1
+    jfif: bool = False
+
+    @property
+    def colours(self) -> str:
+        """What the components are: "grey", "YCbCr" or "other", as libjpeg tells it."""
+        components = self.frame.components if self.frame is not None else b""
+        if len(components) == 1:
+            return "grey"
+        if len(components) != 3 or (not self.jfif and (self.transform == 0 or components == b"RGB")):
+            return "other"
+        return "YCbCr"
 
     @property
     def planar(self) -> bool:
@@ -64,7 +78,7 @@ class Header:
 
 def header(data: bytes) -> Header:
     """Read the segments up to the first scan."""
-    frame, restart = None, 0
+    frame, restart, transform, jfif = None, 0, -1, False
     for marker, content, end in _segments(data):
         if marker in _FRAMES and len(content) >= 6:
             sampling = tuple((v >> 4, v & 15) for v in content[7::3])
@@ -72,17 +86,22 @@ def header(data: bytes) -> Header:
             frame = Frame(marker - 0xC0, content[0], height, width, content[6::3], sampling)
         elif marker == _DRI and len(content) >= 2:
             restart = int.from_bytes(content[:2], "big")
+        elif marker == _APP0 and content[:5] == b"JFIF\0":
+            jfif = True
+        elif marker == _APP14 and content[:5] == b"Adobe" and len(content) >= 12:
+            transform = content[11]
         elif marker == _SOS and content:
-            return Header(frame, restart, content[0], end)
-    return Header(frame, restart, 0, 0)
+            return Header(frame, restart, content[0], end, transform, jfif)
+    return Header(frame, restart, 0, 0, transform, jfif)
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:
-    """(marker, content, where it ends) of each, until the end of the picture."""
+    """(marker, content, where it ends) of each, up to the end of the picture."""
     at = 2
-    while (at := data.find(b"\xff", at)) >= 0 and at + 4 <= len(data):
+    while (at := data.find(b"\xff", at)) >= 0 and at + 2 <= len(data):
         marker = data[at + 1]
         if marker == _EOI:
+            yield marker, b"", at + 2
             return
         if marker in (0x00, 0xFF) or marker in _ALONE:
             at += 1 if marker == 0xFF else 2
@@ -110,6 +129,11 @@ def reducible(data: bytes) -> bool:
     """
     head = header(data)
     return head.frame is not None and head.frame.process in (0, 1, *_PROGRESSIVE, 9) and not head.planar
+
+
+def closed(data: bytes) -> bool:
+    """Whether the end of the picture is marked behind the data of its last scan."""
+    return any(marker == _EOI for marker, _, _ in _segments(data))
 
 
 def missing_parts(data: bytes) -> str | None:

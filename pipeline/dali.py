@@ -1,0 +1,287 @@
+"""The backend on DALI, on a CPU core or on a GPU.
+
+Which pictures DALI renders is told by their content alone: JPEGs of eight bits, grey or YCbCr, in Huffman coding. All
+others are Pillow's share, which belongs to this renderer: the render id names what they depend on too.
+
+A verdict is that of Pillow's whole decode, with the checks of `headrace.pipeline.jpeg`, whoever renders. What DALI
+refuses, and what looks as if something were missing, Pillow decodes to say whether it is good. If it is, DALI's pixels
+stand, or where DALI refuses it also alone, Pillow's: so who renders a picture depends on nothing but the picture.
+`decode.dct_scaling`, which permits to decode less, is made use of in Pillow's share only.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+# DALI reads it as it is loaded. What would be printed for each damaged picture is told as its verdict.
+os.environ.setdefault("DALI_NVIMGCODEC_LOG_LEVEL", "0")
+
+import nvidia.dali as dali
+
+from headrace.pipeline import dali_colour, graph, jpeg
+from headrace.pipeline.backend import BackendFailed, Options
+from headrace.pipeline.colour import Step
+from headrace.pipeline.graph import Executor, Form
+from headrace.pipeline.pillow import PillowBackend, decode
+from headrace.pipeline.probe import BadPicture, Picture
+from headrace.pipeline.transforms import Params
+from headrace.pipeline.view import View
+
+#: Pictures that are decoded at once, and their pixels if there are several.
+_BATCH = 8
+_BATCH_PIXELS = 1 << 24
+#: Pipelines that are kept; one takes ten milliseconds to build, and some threads.
+_PIPELINES = 8
+
+_PROGRESSIVE = 2  # and before it baseline and extended, both in Huffman coding
+_CULPRIT = re.compile(r"sample #(\d+)")
+_OUT_OF_MEMORY = re.compile(r"memory|bad_?alloc|CUDA", re.IGNORECASE)
+
+Rows = list[int]
+
+
+class _Refused(Exception):
+    """DALI does not render these pictures."""
+
+
+class DaliBackend:
+    """See the module.
+
+    Args:
+        options: of how many threads, and of a GPU which.
+        gpu: whether to decode and resample on a GPU.
+
+    Raises:
+        BackendFailed: it does not work here.
+    """
+
+    def __init__(self, options: Options, *, gpu: bool = False) -> None:
+        self._executor = Executor(
+            device=options.device if gpu else None,
+            batch=_BATCH,
+            threads=options.threads,
+            hw_decoder_load=options.hw_decoder_load,
+        )
+        self._cpu = not gpu
+        self._pillow = PillowBackend()
+        self._pipelines: dict[Form, Any] = {}
+        self.render_id = f"{'dali-gpu' if gpu else 'dali-cpu'}/{_versions()}/{self._pillow.render_id}"
+        self._check()
+
+    def render(
+        self,
+        pictures: Sequence[Picture],
+        params: Params,
+        out: Sequence[NDArray[np.uint8]],
+        begin: Callable[[Sequence[int]], None],
+    ) -> list[BadPicture | None]:
+        views = [View.of(picture, params, i) for i, picture in enumerate(pictures)]
+        task = _Task(pictures, params, out, begin, [None] * len(pictures), views)
+        batches: dict[Form, Rows] = {}
+        for i, picture in enumerate(pictures):
+            if not _for_dali(picture):
+                self._by_pillow(task, i)
+            elif not picture.whole and _doubtful(picture):
+                if self._by_pillow(task, i):
+                    self._alone(task, i)
+            else:
+                batches.setdefault(self._form(task, i, part=picture.whole), []).append(i)
+        for form, rows in batches.items():
+            for batch in _cut(rows, [task.pixels(i) for i in rows]):
+                self._batch(task, form, batch)
+        return task.verdicts
+
+    def close(self) -> None:
+        self._pipelines.clear()
+
+    def _form(self, task: _Task, i: int, part: bool) -> Form:
+        params = task.params
+        return Form(
+            part=part and self._cpu,
+            transpose=task.views[i].transpose,
+            size=params.size,
+            interpolation=params.interpolation,
+            fill=params.fill if params.framed else None,
+            colour=() if self._cpu else dali_colour.form(params.colour),
+        )
+
+    def _batch(self, task: _Task, form: Form, rows: Rows) -> None:
+        """Render, and take apart what DALI refuses."""
+        task.begin(rows)
+        try:
+            self._run(task, form, rows)
+        except _Refused as refused:
+            suspects = _suspects(str(refused), rows)
+            for i in suspects:
+                if self._by_pillow(task, i):
+                    self._alone(task, i)
+            if rest := [i for i in rows if i not in suspects]:
+                self._batch(task, form, rest)
+
+    def _alone(self, task: _Task, i: int) -> None:
+        """Have DALI render what Pillow found good, and has rendered; if it refuses, leave it at that."""
+        try:
+            self._run(task, self._form(task, i, part=False), [i], judged=True)
+        except _Refused:
+            self._check()
+
+    def _by_pillow(self, task: _Task, i: int) -> bool:
+        """Whether the picture is good."""
+        [task.verdicts[i]] = self._pillow.render(
+            [task.pictures[i]], task.params.take(np.array([i])), [task.out[i]], lambda _: task.begin([i])
+        )
+        return task.verdicts[i] is None
+
+    def _run(self, task: _Task, form: Form, rows: Rows, judged: bool = False) -> None:
+        """Fill the rows' pixels; of pictures that were decoded as a whole, say whether they are good.
+
+        Args:
+            judged: they are known to be.
+
+        Raises:
+            _Refused: nothing was written.
+        """
+        fed = graph.inputs(form, self._executor, [task.views[i] for i in rows], [task.pictures[i].data for i in rows])
+        fed |= dali_colour.inputs(task.steps(rows)) if form.colour else {}
+        images, *last = self._outputs(form, fed)
+        for k, i in enumerate(rows):
+            task.out[i][...] = images[k]
+        if last and not judged:
+            for k, i in enumerate(rows):
+                self._judge(task, i, last[0][k].tobytes())
+
+    def _judge(self, task: _Task, i: int, last: bytes) -> None:
+        picture = task.pictures[i]
+        if jpeg.may_end_early(picture.data, last):
+            task.begin([i])
+            try:
+                decode(picture)
+            except BadPicture as bad:
+                task.out[i][...] = 0
+                task.verdicts[i] = bad.with_traceback(None)
+                return
+        picture.whole = True
+
+    def _outputs(self, form: Form, fed: dict[str, Any]) -> list[NDArray[np.uint8]]:
+        """Arrays of one row per picture, valid until the next call.
+
+        Raises:
+            _Refused: the pictures, or some of them.
+            BackendFailed: the device has no memory, or is gone.
+        """
+        try:
+            outputs = self._pipeline(form).run(**fed)
+            return [output.as_cpu().as_array() for output in outputs]
+        except (RuntimeError, MemoryError) as error:
+            self._pipelines.pop(form, None)  # it is good for nothing after an error
+            text = str(error)
+        if _OUT_OF_MEMORY.search(text):
+            raise BackendFailed(f"DALI: {text}")
+        raise _Refused(text)
+
+    def _pipeline(self, form: Form) -> Any:
+        pipeline = self._pipelines.pop(form, None) or graph.build(form, self._executor)
+        self._pipelines[form] = pipeline  # the last one used comes last
+        if len(self._pipelines) > _PIPELINES:
+            self._pipelines.pop(next(iter(self._pipelines)))
+        return pipeline
+
+    def _check(self) -> None:
+        """
+        Raises:
+            BackendFailed: DALI refuses a picture that is known to be good.
+        """
+        form = Form(False, False, (8, 8), "bilinear", None, ())
+        view = View((0.0, 0.0, 8.0, 8.0), (8, 8), (8, 8), False, False, False)
+        try:
+            images, _ = self._outputs(form, graph.inputs(form, self._executor, [view], [_known()]))
+        except _Refused as refused:
+            raise BackendFailed(f"DALI refuses a picture that is known to be good: {refused}") from None
+        finally:
+            self._pipelines.pop(form, None)
+        if not 60 < images.mean() < 90:
+            raise BackendFailed("DALI decodes a picture that is known to be good, and it is another one")
+
+
+@dataclass(slots=True)
+class _Task:
+    """The arguments of a call of `render`, and what comes of it."""
+
+    pictures: Sequence[Picture]
+    params: Params
+    out: Sequence[NDArray[np.uint8]]
+    begin: Callable[[Sequence[int]], None]
+    verdicts: list[BadPicture | None]
+    views: list[View]
+
+    def steps(self, rows: Rows) -> tuple[Step, ...]:
+        """The colour steps of some pictures."""
+        return self.params.take(np.array(rows)).colour
+
+    def pixels(self, i: int) -> int:
+        """As many as the whole picture has."""
+        return self.pictures[i].width * self.pictures[i].height
+
+
+def _for_dali(picture: Picture) -> bool:
+    """Whether DALI is to render the picture: by its content."""
+    if picture.format not in ("JPEG", "MPO"):
+        return False
+    head = jpeg.header(picture.data)
+    frame = head.frame
+    if frame is None or frame.precision != 8 or frame.process > _PROGRESSIVE or head.colours == "other":
+        return False
+    sides = (frame.height, frame.width)
+    return sides in ((picture.height, picture.width), (picture.width, picture.height))
+
+
+def _doubtful(picture: Picture) -> bool:
+    """Whether the bytes look as if something were missing."""
+    return not jpeg.closed(picture.data) or jpeg.missing_parts(picture.data) is not None
+
+
+def _suspects(text: str, rows: Rows) -> Rows:
+    """Whom DALI's words accuse; everybody if nobody."""
+    if (named := _CULPRIT.search(text)) and int(named[1]) < len(rows):
+        return [rows[int(named[1])]]
+    return rows
+
+
+def _cut(rows: Rows, pixels: Sequence[int]) -> Iterator[Rows]:
+    """Into batches that are bounded in pictures and in pixels."""
+    batch: Rows = []
+    total = 0
+    for i, more in zip(rows, pixels, strict=True):
+        if batch and (len(batch) == _BATCH or total + more > _BATCH_PIXELS):
+            yield batch
+            batch, total = [], 0
+        batch.append(i)
+        total += more
+    if batch:
+        yield batch
+
+
+def _known() -> bytes:
+    """A JPEG of one colour."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (50, 75, 100)).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def _versions() -> str:
+    for package in ("nvidia-nvimgcodec-cu13", "nvidia-nvimgcodec-cu12"):
+        try:
+            return f"{dali.__version__}/nvimgcodec-{metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            pass
+    return str(dali.__version__)
