@@ -6,12 +6,12 @@ configuration names and cannot have is an error. Where there is neither GPU nor 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 
 from headrace.errors import ConfigError
 from headrace.pipeline import backend, gpus, trial
-from headrace.pipeline.backend import Backend, Options
+from headrace.pipeline.backend import Backend, BackendFailed, Options
 from headrace.pipeline.gpus import Gpu, Gpus
 from headrace.pipeline.spec import Workers
 
@@ -87,16 +87,35 @@ def choose(workers: Workers) -> Choice:
     return Choice(workers.backend, (), (_NAMED,))
 
 
+def prove(workers: Workers) -> Choice:
+    """What runs here, with its render id: also what `choose` takes on trust is tried.
+
+    Raises:
+        ConfigError: as `choose`; or it does not work.
+    """
+    chosen = choose(workers)
+    if chosen.render_id:
+        return chosen
+    # Only DALI's libraries are worth a process of their own.
+    tried = trial.run(chosen.backend) if chosen.backend == "dali-cpu" else trial.render(chosen.backend, Options())
+    if tried.trouble:
+        raise ConfigError(_cannot(chosen.backend, tried.trouble))
+    return replace(chosen, render_id=tried.render_id)
+
+
 def make(workers: Workers) -> Backend:
     """What runs here, on the first of its GPUs, for a program that renders by itself.
 
     Raises:
-        ConfigError: as `choose`.
-        BackendFailed: it does not work after all.
+        ConfigError: as `choose`; or it does not work.
     """
     chosen = choose(workers)
-    device = chosen.devices[0] if chosen.devices else 0
-    return backend.make(chosen.backend, Options(device=device, hw_decoder_load=workers.hw_decoder_load))
+    options = Options(device=chosen.devices[0] if chosen.devices else 0, hw_decoder_load=workers.hw_decoder_load)
+    gpus.count_by_bus()
+    try:
+        return backend.make(chosen.backend, options)
+    except BackendFailed as failed:
+        raise ConfigError(_cannot(chosen.backend, str(failed))) from failed
 
 
 def _cannot(name: str, *troubles: str) -> str:

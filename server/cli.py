@@ -136,16 +136,17 @@ def check(
     reindex: Annotated[bool, typer.Option("--reindex", help="list the data sets anew")] = False,
 ) -> int:
     """Validate the configuration, list its data sets, and say what would run and why."""
-    from headrace.pipeline.backend import make
+    from headrace.pipeline import machine
     from headrace.pipeline.spec import Config
     from headrace.workers.cpus import usable_cpus, worker_count
 
     loaded = Config.load(config)
-    backend = make(loaded.workers.backend)
-    backend.close()
+    chosen = machine.prove(loaded.workers)
     count = worker_count(loaded.workers.processes, private=False)
     _out(
-        f"backend: {loaded.workers.backend} runs as {backend.render_id}",
+        f"backend: {loaded.workers.backend} runs as {chosen.render_id}",
+        *(f"  {why}" for why in chosen.why),
+        *(f"  GPU {device}: {loaded.workers.gpu_memory >> 20} MiB of its memory at most" for device in chosen.devices),
         f"workers: {count} ({usable_cpus()} CPUs may be used)",
         f"cache: {loaded.cache_folder}",
     )
@@ -225,7 +226,7 @@ def show(
         index = open_index(spec.dataset, loaded.cache_folder, progress=progress)
     if position >= len(index):
         raise ConfigError(f"{at}: an epoch of stream {name!r} has the positions 0 to {len(index) - 1}")
-    lines = draw(spec, index, loaded.workers.backend, epoch, position, number, output)
+    lines = draw(spec, index, loaded.workers, epoch, position, number, output)
     _out(*lines)
     log.info("wrote %s", output)
     index.close()

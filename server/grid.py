@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from headrace.errors import ConfigError
-from headrace.pipeline.backend import make
+from headrace.errors import ConfigError, HeadraceError
+from headrace.pipeline import machine
+from headrace.pipeline.backend import BackendFailed
 from headrace.pipeline.index import Index
 from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.render import ChunkRenderer
-from headrace.pipeline.spec import Stream
+from headrace.pipeline.spec import Stream, Workers
 from headrace.slots import Ring, Status
 
 _CAPTION = 14  # pixels below each picture
@@ -22,7 +23,9 @@ _ACROSS = 1600  # pixels of a row of several pictures
 _MAX_PIXELS = 1 << 27
 
 
-def draw(stream: Stream, index: Index, backend: str, epoch: int, position: int, number: int, output: Path) -> list[str]:
+def draw(
+    stream: Stream, index: Index, workers: Workers, epoch: int, position: int, number: int, output: Path
+) -> list[str]:
     """Render the positions and write them as a PNG.
 
     Returns:
@@ -31,6 +34,7 @@ def draw(stream: Stream, index: Index, backend: str, epoch: int, position: int, 
     Raises:
         ConfigError: the file cannot be written, or would be too large.
         DatasetError: a sample cannot be read.
+        HeadraceError: the backend fails.
     """
     layout = stream.layout(index)
     stop = min(position + number, len(index))
@@ -48,7 +52,7 @@ def draw(stream: Stream, index: Index, backend: str, epoch: int, position: int, 
         file = output.open("wb")  # before the work, which may take a while
     except OSError as error:
         raise ConfigError(f"-o {output}: cannot be written: {error.strerror}") from error
-    engine = make(backend)
+    engine = machine.make(workers)
     ring = Ring.create(layout, 1)
     view = ring.views[0]
     renderer, convicted = ChunkRenderer(stream, index, engine), Ledger(index).convicted
@@ -57,7 +61,10 @@ def draw(stream: Stream, index: Index, backend: str, epoch: int, position: int, 
             chunk, row = divmod(p, layout.chunk)
             if p == position or row == 0:
                 wanted = range(row, min(layout.chunk, stop - chunk * layout.chunk))
-                rejects = {r.row: r for r in renderer.render(epoch, chunk, view, wanted, convicted).rejects}
+                try:
+                    rejects = {r.row: r for r in renderer.render(epoch, chunk, view, wanted, convicted).rejects}
+                except BackendFailed as failed:
+                    raise HeadraceError(f"the backend fails: {failed}") from failed
             i = int(view.indices[row])
             label = index.label_shown(i)
             y, x = divmod(p - position, columns)

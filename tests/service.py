@@ -21,7 +21,8 @@ import yaml
 from trainer import whole_lines
 
 from headrace.ping import ping
-from headrace.pipeline.backend import Backend, make
+from headrace.pipeline import machine
+from headrace.pipeline.backend import Backend
 from headrace.pipeline.dataset import open_index
 from headrace.pipeline.index import Index
 from headrace.pipeline.render import ChunkRenderer
@@ -234,7 +235,7 @@ class Truth:
         config = Config.load(self.config)
         spec = config.streams[self.name]
         index = open_index(spec.dataset, self.cache)
-        backend = make(config.workers.backend)
+        backend = machine.make(config.workers)
         pixels = spec.fingerprints(index.data_fingerprint).pixels
         key = backend.render_id, pixels, hashlib.sha256(index.mtimes_ns.tobytes()).digest(), epoch
         if key not in _rendered:

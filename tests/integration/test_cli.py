@@ -58,7 +58,11 @@ def complaint(done: Run, status: int) -> str:
 @pytest.fixture
 def config(photos: Path, home: Path) -> Path:
     file = home / "headrace.yaml"
-    file.write_text(yaml.safe_dump({"workers": {"processes": 1}, "streams": {"train": stream(photos, size=SIZE)}}))
+    file.write_text(
+        yaml.safe_dump(
+            {"workers": {"backend": "pillow", "processes": 1}, "streams": {"train": stream(photos, size=SIZE)}}
+        )
+    )
     return file
 
 
@@ -139,7 +143,7 @@ def test_check_says_what_would_run(config: Path, home: Path) -> None:
     index = open_index(Config.load(config).streams["train"].dataset, home / "cache" / "headrace")
     prints = Config.load(config).streams["train"].fingerprints(index.data_fingerprint)
     index.close()
-    assert "backend: auto runs as pillow/" in out
+    assert "backend: pillow runs as pillow/" in out and "  the configuration names it" in out
     assert "workers: 1 " in out
     assert f"stream train: {PHOTOS} samples, 3 classes, 12 chunks of 4; pictures {SIZE}x{SIZE}\n" in out
     assert all(digest[:12] in out for digest in (prints.data, prints.order, prints.pixels))
@@ -246,7 +250,7 @@ def test_an_unknown_stream_is_status_2_and_names_those_there_are(config: Path) -
 def rendered(config: Path, cache: Path, epoch: int, chunk: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The pictures of a chunk."""
     spec = Config.load(config).streams["train"]
-    index, backend = open_index(spec.dataset, cache), make("auto")
+    index, backend = open_index(spec.dataset, cache), make("pillow")
     ring = Ring.create(spec.layout(index), 1)
     ChunkRenderer(spec, index, backend).render(epoch, chunk, ring.views[0])
     pictures = ring.views[0].images.copy()
