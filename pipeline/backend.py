@@ -54,7 +54,7 @@ class Backend(Protocol):
         """Render `pictures[i]` by row `i` of `params` into `out[i]`.
 
         Args:
-            pictures: their images are taken; each can be rendered once.
+            pictures: their images are taken; each can be rendered once. Their `whole` may be set.
             params: one row per picture.
             out: uint8 (height, width, 3) each, RGB; whatever stood there is overwritten, of a bad picture with black.
             begin: called with the pictures that are worked on from now on, those of the call before not any more, so

@@ -49,13 +49,22 @@ class ChunkRenderer:
         stream, index: what and from where.
         backend: who turns bytes into pixels; stays the caller's.
         source: reads samples; by default what the stream's data set says.
+        wholes: flags as of `headrace.pipeline.wholes`, shared with others that render this stream; by default nobody's.
     """
 
-    def __init__(self, stream: Stream, index: Index, backend: Backend, source: Source | None = None) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        index: Index,
+        backend: Backend,
+        source: Source | None = None,
+        wholes: NDArray[np.uint8] | None = None,
+    ) -> None:
         self.stream = stream
         self.index = index
         self.backend = backend
         self._source = source or open_source(stream.dataset, index, stream.decode)
+        self._wholes = np.zeros(len(index), np.uint8) if wholes is None else wholes
 
     @property
     def chunks(self) -> int:
@@ -141,6 +150,7 @@ class ChunkRenderer:
                 picture = probe(data, self.stream.decode)
                 if why := unfit(self.stream.transforms, picture.height, picture.width):
                     raise BadPicture("probe", why)
+                picture.whole = bool(self._wholes[index])
                 pictures[row] = picture
                 view.status[row] = Status.READ
             except BadPicture as bad:
@@ -171,6 +181,8 @@ class ChunkRenderer:
         for row, verdict in zip(good, verdicts, strict=True):
             if verdict is None:
                 view.status[row] = Status.OK
+                if pictures[row].whole:
+                    self._wholes[view.indices[row]] = 1
             else:
                 self._reject(view, row, verdict, result)
         clock.lap("render")
