@@ -51,8 +51,10 @@ from headrace.server.signals import Signals
 from headrace.server.streams import Listing, OpenStream, open_stream
 from headrace.server.transport import SharedMemory, Transport
 from headrace.workers import cpus, supervisor
+from headrace.workers.crew import crew
 from headrace.workers.loop import Loop
-from headrace.workers.supervisor import Broken, Convicted, Finished, Job, Report, Started, Supervisor
+from headrace.workers.member import Job
+from headrace.workers.supervisor import Broken, Convicted, Finished, Report, Started, Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -125,14 +127,8 @@ class Service:
         self._connections: set[Connection] = set()
         self._by_token: dict[bytes, Connection] = {}
         self._by_session: dict[Session, Connection] = {}
-        self._supervisor = Supervisor(
-            self._loop,
-            cpus.worker_count(config.workers.processes, private=private),
-            config.workers.backend,
-            self._reported,
-        )
-        self._descriptors = _descriptors(self._supervisor.count, len(self._hosts))
-        self._render_id: str | None = None
+        self._supervisor = Supervisor(self._loop, crew(config.workers, private=private), self._reported)
+        self._descriptors = _descriptors(self._supervisor.crew.workers, len(self._hosts))
         self._broken: str | None = None
         self._nonsense = 0
         self._stop_signals = 0
@@ -397,9 +393,9 @@ class Service:
             self._refuse_waiting(host, "HeadraceError", self._broken)
         elif host.at is None and host.listing is None:
             self._list(host)
-        elif host.ready is not None and self._render_id is not None:
+        elif host.ready is not None and (render_id := self._supervisor.render_id) is not None:
             for connection in list(host.waiting):
-                self._welcome(host, host.ready, connection, self._render_id)
+                self._welcome(host, host.ready, connection, render_id)
             host.waiting.clear()
 
     def _list(self, host: _Host) -> None:
@@ -500,7 +496,7 @@ class Service:
             max_bad=spec.max_bad,
             render_id=render_id,
             window=at.desk.window,
-            notices=at.index.notices,
+            notices=[*at.index.notices, *self._supervisor.notices],
         )
         log.info("%s joined stream %s over %s, window %d", connection.name, host.name, transport.name, at.desk.window)
         self._say(connection, welcome, *fds)
@@ -606,8 +602,8 @@ class Service:
 
     def _reported(self, report: Report) -> None:
         match report:
-            case Started(render_id=render_id):
-                self._render_id, self._broken = render_id, None
+            case Started():
+                self._broken = None
                 for host in self._hosts:
                     if host.waiting:
                         self._open(host)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -36,15 +36,15 @@ from headrace.server.journal import Journal
 from headrace.server.signals import Signals
 from headrace.server.tally import ERROR, Found, Tally
 from headrace.slots import Ring
-from headrace.workers.cpus import worker_count
+from headrace.workers.crew import crew as who_renders
 from headrace.workers.loop import Loop
+from headrace.workers.member import Job
 from headrace.workers.supervisor import (
     HANG_TIMEOUT,
     Broken,
     Convicted,
     Failed,
     Finished,
-    Job,
     Report,
     Started,
     Supervisor,
@@ -213,20 +213,21 @@ class Verification:
             signals.restore()
 
     def _judge(self, at: _Subject, signals: Signals, stopped: Sequence[int]) -> None:
-        count = min(worker_count(self._workers.processes, private=False), at.tally.chunks)
+        crew = who_renders(self._workers, private=False)
+        crew = replace(crew, processes=min(crew.processes, at.tally.chunks))
         with ExitStack() as opened:
-            ring = opened.enter_context(contextlib.closing(_ring(at, count)))
             loop = Loop()
             loop.watch(signals.fileno(), signals.drain)
             reports: list[Report] = []
-            supervisor = Supervisor(loop, count, self._workers.backend, reports.append, hang_timeout=self._hang_timeout)
+            supervisor = Supervisor(loop, crew, reports.append, hang_timeout=self._hang_timeout)
+            ring = opened.enter_context(contextlib.closing(_ring(at, supervisor.in_flight)))
             opened.push(lambda kind, *_: supervisor.stop(force=kind is not None))
             supervisor.open_stream(0, at.spec, ring, at.index, at.ledger.convicted)
             supervisor.start()
-            crew = _Crew(at, loop, supervisor, reports, stopped, ring.slots)
-            self._take_up(at, crew)
+            judges = _Crew(at, loop, supervisor, reports, stopped, ring.slots)
+            self._take_up(at, judges)
             with self._watch(f"verifying {at.name}") as progress:
-                crew.work(progress)
+                judges.work(progress)
 
     def _take_up(self, at: _Subject, crew: _Crew) -> None:
         """Go on where an interrupted run was, as far as its files are still what they were."""
@@ -398,7 +399,9 @@ def _ring(at: _Subject, count: int) -> Ring:
         reason = f"this machine (or its cgroup) leaves {available}"
     except OSError as error:
         reason = error.strerror or str(error)
-    raise ConfigError(f"stream {at.name}: {count} workers need {need} bytes, but {reason}: set `processes` to less")
+    raise ConfigError(
+        f"stream {at.name}: {count} chunks in flight need {need} bytes, but {reason}: set `processes` to less"
+    )
 
 
 def _unchanged(index: Index, i: int) -> bool:

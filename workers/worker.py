@@ -1,7 +1,7 @@
-"""The worker process, `python -m headrace.workers.worker FD PID BACKEND`: an address comes, a slot is filled.
+"""The worker process: an address comes, a slot is filled. `python -m headrace.workers.worker FD PID BACKEND [FALLBACK]`
 
 It lives as long as its daemon: the end of the socket pair is its end. It is single-threaded, holds no state but
-caches of the pure function, and may be killed at any moment.
+caches of the pure function, and may be killed at any moment. While its backend does not work, the fallback renders.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import json
 import logging
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 from headrace.channel import Channel, Closed
 from headrace.errors import HeadraceError, to_wire
-from headrace.pipeline.backend import Backend, make
+from headrace.pipeline import wholes
+from headrace.pipeline.backend import BackendFailed, make
 from headrace.pipeline.index import Index
 from headrace.pipeline.render import ChunkRenderer
 from headrace.pipeline.spec import Stream
 from headrace.slots import Ring
 from headrace.workers import messages
-from headrace.workers.messages import Convict, Open, Ready, Render, Rendered, RenderFailed
+from headrace.workers.messages import Convict, Leaving, Open, Ready, Render, Rendered, RenderFailed
 from headrace.workers.process import attach_to_parent
+from headrace.workers.renderer import Renderer
 
 log = logging.getLogger("headrace.worker")
 
@@ -42,17 +45,21 @@ class Worker:
 
     Args:
         channel: to the daemon.
-        backend: renders.
+        renderer: renders.
     """
 
-    def __init__(self, channel: Channel, backend: Backend) -> None:
+    def __init__(self, channel: Channel, renderer: Renderer) -> None:
         self._channel = channel
-        self._backend = backend
+        self._renderer = renderer
         self._streams: dict[int, _Stream] = {}
 
     def run(self) -> None:
-        """Until the daemon's end of the channel is closed."""
-        self._answer(Ready(render_id=self._backend.render_id))
+        """Until the daemon's end of the channel is closed.
+
+        Raises:
+            BackendFailed: nobody can render any more.
+        """
+        self._answer(Ready(render_id=self._renderer.choose().render_id, trouble=self._renderer.trouble))
         while True:
             try:
                 frame, fds = self._channel.recv(timeout=_IDLE)
@@ -64,31 +71,43 @@ class Worker:
                 case Convict(stream=stream, index=index, reason=reason):
                     self._streams[stream].convicted[index] = reason
                 case Render() as task:
-                    self._answer(self._render(task))
+                    self._answer(self._try(task))
 
-    def _open(self, task: Open, ring_fd: int, index_fd: int) -> None:
+    def _open(self, task: Open, ring_fd: int, index_fd: int, wholes_fd: int) -> None:
         stream = Stream.model_validate(json.loads(task.spec))
         index = Index.map(index_fd)
         ring = Ring.attach(ring_fd, task.layout, task.slots, writable=True)
-        renderer = ChunkRenderer(stream, index, self._backend)
+        wholes.attach(wholes_fd, len(index))
+        renderer = ChunkRenderer(stream, index, self._renderer.choose())
         self._streams[task.stream] = _Stream(renderer, ring, dict(task.convicted))
 
-    def _render(self, task: Render) -> Rendered | RenderFailed:
-        at = self._streams[task.stream]
+    def _try(self, task: Render) -> Rendered | RenderFailed:
         try:
-            done = at.renderer.render(task.epoch, task.chunk, at.ring.views[task.slot], task.rows, at.convicted)
+            return self._render(task)
+        except BackendFailed:
+            raise
         except HeadraceError as error:
             log.error("chunk %d of epoch %d failed: %s", task.chunk, task.epoch, error)
             kind, text = to_wire(error)
-            return RenderFailed(job=task.job, kind=kind, text=text)
         except Exception as error:  # whatever it is, this chunk's readers are told and the next task is taken
             log.exception("chunk %d of epoch %d failed", task.chunk, task.epoch)
             kind, text = to_wire(error)
-            return RenderFailed(job=task.job, kind=kind, text=text)
+        return RenderFailed(job=task.job, kind=kind, text=text)
+
+    def _render(self, task: Render) -> Rendered:
+        at = self._streams[task.stream]
+        while True:
+            at.renderer.backend = backend = self._renderer.choose(fallback=task.fallback)
+            try:
+                done = at.renderer.render(task.epoch, task.chunk, at.ring.views[task.slot], task.rows, at.convicted)
+                break
+            except BackendFailed as error:
+                self._renderer.failed(backend, error)  # and once more by whoever takes over, from the files on
+        self._renderer.rendered(backend)
         return Rendered(
             job=task.job,
-            render_id=self._backend.render_id,
-            trouble="",
+            render_id=backend.render_id,
+            trouble=self._renderer.trouble,
             rejects=done.rejects,
             seconds=dict(done.seconds),
             nbytes=done.nbytes,
@@ -99,15 +118,20 @@ class Worker:
 
 
 def main(argv: list[str]) -> int:
-    channel = Channel(attach_to_parent(argv), descriptors=2)
+    channel = Channel(attach_to_parent(argv), descriptors=3)
     logging.basicConfig(format="%(asctime)s %(name)s[%(process)d] %(levelname)s %(message)s", level=logging.INFO)
-    backend = make(argv[3])
+    first, fallback = argv[3], argv[4] if len(argv) > 4 else None
     try:
-        Worker(channel, backend).run()
+        renderer = Renderer(partial(make, first), None if fallback is None else partial(make, fallback))
+        try:
+            Worker(channel, renderer).run()
+        finally:
+            renderer.close()
     except Closed:
         return 0
-    finally:
-        backend.close()
+    except BackendFailed as error:
+        channel.send(messages.encode(Leaving(text=str(error), failed=True)), timeout=_ANSWER_TIMEOUT)
+        return 1
     return 0
 
 

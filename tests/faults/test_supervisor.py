@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,10 @@ from headrace.pipeline.fake import CRASH, HANG, REJECT
 from headrace.pipeline.render import ChunkRenderer
 from headrace.pipeline.spec import Config
 from headrace.slots import Ring
+from headrace.workers.crew import Crew
 from headrace.workers.loop import Loop
-from headrace.workers.supervisor import Broken, Convicted, Failed, Finished, Job, Report, Started, Supervisor
+from headrace.workers.member import Job
+from headrace.workers.supervisor import Broken, Convicted, Failed, Finished, Report, Started, Supervisor
 
 CHUNK = 4
 
@@ -38,7 +41,7 @@ class Plant:
         self.truth = ChunkRenderer(self.spec, self.index, make(backend))
         self.loop = Loop()
         self.reports: list[Report] = []
-        self.supervisor = Supervisor(self.loop, count, backend, self.reports.append, hang_timeout=hang)
+        self.supervisor = Supervisor(self.loop, Crew(backend, count), self.reports.append, hang_timeout=hang)
         self.supervisor.start()
         self.supervisor.open_stream(0, self.spec, self.ring, self.index, {})
 
@@ -254,7 +257,9 @@ def test_workers_that_cannot_start_are_given_up_with_a_reason(
 ) -> None:
     folder = many(4)
     at = plant(folder)
-    at.supervisor._backend = "nosuch"  # what a broken installation does to workers that start later
+    at.supervisor.crew = replace(
+        at.supervisor.crew, cpu_module="headrace.nosuch"
+    )  # what a broken installation does to workers that start later
     at.supervisor.submit(at.job(0, 0))
     at.until(lambda: at.of(Finished))
     for pid in at.supervisor.pids:

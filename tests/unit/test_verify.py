@@ -69,7 +69,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_how_much_is_needed(
     many: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring_size, "available_bytes", lambda: 1000)
-    with pytest.raises(ConfigError, match=r"stream train: 1 workers need \d+ bytes, but .* leaves 1000: set"):
+    with pytest.raises(ConfigError, match=r"stream train: 1 chunks in flight need \d+ bytes, but .* leaves 1000: set"):
         run(config(many(6)))
 
 
