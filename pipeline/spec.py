@@ -355,12 +355,7 @@ class Config(_Model):
     @property
     def cache_folder(self) -> Path:
         """Where indexes are kept: `cache_dir`, else `$XDG_CACHE_HOME/headrace`, else `~/.cache/headrace`."""
-        if self.cache_dir is not None:
-            return self.cache_dir
-        home = os.environ.get("XDG_CACHE_HOME", "")
-        # The XDG specification: a relative path there is invalid and to be ignored.
-        base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~")) / ".cache"
-        return base / "headrace"
+        return cache_home() if self.cache_dir is None else self.cache_dir
 
     def key(self) -> str:
         """Digest of the configuration with its defaults filled in, `listen` left out: one private daemon per key."""
@@ -380,6 +375,14 @@ class Config(_Model):
         if name not in self.streams:
             raise ConfigError(f"stream: there is no {show(name)}{did_you_mean(name, self.streams)}; there is {have}")
         return name, self.streams[name]
+
+
+def cache_home() -> Path:
+    """Where indexes are kept unless a configuration says otherwise."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a relative path there is invalid and to be ignored.
+    base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~")) / ".cache"
+    return base / "headrace"
 
 
 def _or(sources: tuple[str, ...]) -> str:

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -29,6 +30,7 @@ from headrace.errors import ConfigError, DatasetError, HeadraceError
 
 if TYPE_CHECKING:
     from headrace.pipeline.spec import Config
+    from headrace.server.doctor import Finding
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 stderr = Console(stderr=True)
@@ -186,6 +188,29 @@ def _checked(config: Config, name: str, workers: int, *, reindex: bool) -> list[
             *(f"  {notice}" for notice in index.notices),
             *(f"  not rendered: {index.shown(i)}: {why}" for i, why in Ledger(index).convicted.items()),
         ]
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> int:
+    """Look at this machine: what is here and what is missing, and what to do. Exit status 1 if it is not usable."""
+    from headrace.server.doctor import examine
+
+    found = []
+    for finding in examine():
+        found.append(finding)
+        if not as_json:
+            _out(*_shown(finding))
+    usable = all(finding.level != "bad" for finding in found)
+    if as_json:
+        _out(json.dumps({"usable": usable, "findings": [asdict(finding) for finding in found]}))
+    return int(not usable)
+
+
+def _shown(finding: Finding) -> list[str]:
+    level = f"{finding.level:4}"
+    if sys.stdout.isatty():
+        level = typer.style(level, fg={"ok": "green", "warn": "yellow", "bad": "red"}[finding.level])
+    return [f"{level}  {finding.check}: {finding.found}", *([f"      {finding.advice}"] if finding.advice else [])]
 
 
 @app.command()
