@@ -6,11 +6,12 @@ configuration names and cannot have is an error. Where there is neither GPU nor 
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib import metadata
 
 from headrace.errors import ConfigError
-from headrace.pipeline import backend, gpus, trial
+from headrace.pipeline import backend, gpus
 from headrace.pipeline.backend import Backend, BackendFailed, Options
 from headrace.pipeline.gpus import Gpu, Gpus
 from headrace.pipeline.spec import Workers
@@ -96,8 +97,12 @@ def prove(workers: Workers) -> Choice:
     chosen = choose(workers)
     if chosen.render_id:
         return chosen
-    # Only DALI's libraries are worth a process of their own.
-    tried = trial.run(chosen.backend) if chosen.backend == "dali-cpu" else trial.render(chosen.backend, Options())
+    if chosen.backend != "dali-cpu":
+        with closing(backend.make(chosen.backend)) as made:
+            return replace(chosen, render_id=made.render_id)
+    from headrace.pipeline import trial
+
+    tried = trial.run(chosen.backend)
     if tried.trouble:
         raise ConfigError(_cannot(chosen.backend, tried.trouble))
     return replace(chosen, render_id=tried.render_id)
@@ -154,6 +159,8 @@ def _usable(workers: Workers) -> _Usable:
     there = gpus.look()
     if there.trouble:
         return _Usable(troubles=(there.trouble,))
+    from headrace.pipeline import trial  # which opens pictures, and most daemons never do
+
     wanted = _wanted(workers, there)
     if not (installed := dali()):
         return _Usable(troubles=(_NO_DALI,))

@@ -1,0 +1,175 @@
+"""What NVML says, by a library of the tests' own: it answers like the real one, of a machine that is made up."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from headrace.pipeline import gpus
+from headrace.pipeline.gpus import Gpus, look
+
+GIB = 1 << 30
+
+
+@dataclass
+class Card:
+    name: str = "NVIDIA Test 1"
+    uuid: str = "GPU-aaaa"
+    total: int = 80 * GIB
+    used: int = 0
+    pids: tuple[int, ...] = ()
+
+
+class Explain:
+    restype: Any = None
+
+    def __call__(self, code: int) -> bytes:
+        return {7: b"Insufficient Size", 9: b"Driver Not Loaded"}.get(code, b"Unknown Error")
+
+
+@dataclass
+class Nvml:
+    """Functions by their names in the library; each writes its answers behind the pointers it gets."""
+
+    cards: list[Card] = field(default_factory=list)
+    failing: dict[str, int] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    called: list[str] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if not name.startswith("nvml") or name in self.missing:
+            raise AttributeError(name)
+        if name == "nvmlErrorString":
+            return Explain()  # type: ignore[return-value]
+        return lambda *arguments: self._call(name, *arguments)
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        self.called.append(name)
+        if name in self.failing:
+            return self.failing[name]
+        match name, arguments:
+            case (("nvmlInit_v2" | "nvmlShutdown"), ()):
+                pass
+            case "nvmlSystemGetDriverVersion", (text, _):
+                text.value = b"580.65.06"
+            case "nvmlSystemGetCudaDriverVersion_v2", (version,):
+                version._obj.value = 13020
+            case "nvmlDeviceGetCount_v2", (count,):
+                count._obj.value = len(self.cards)
+            case "nvmlDeviceGetHandleByIndex_v2", (number, handle):
+                handle._obj.value = number.value + 1
+            case "nvmlDeviceGetHandleByUUID", (uuid, handle):
+                if uuid != b"MIG-1":
+                    return 6
+                handle._obj.value = 1
+            case "nvmlDeviceGetName", (handle, text, _):
+                text.value = self._card(handle).name.encode()
+            case "nvmlDeviceGetUUID", (handle, text, _):
+                text.value = self._card(handle).uuid.encode()
+            case "nvmlDeviceGetMemoryInfo_v2", (handle, memory):
+                card, at = self._card(handle), memory._obj
+                if at.version != ctypes.sizeof(at) | 2 << 24:
+                    return 25
+                at.total, at.used, at.reserved = card.total, card.used, GIB
+                at.free = card.total - card.used - GIB
+            case "nvmlDeviceGetComputeRunningProcesses_v3", (handle, count, running):
+                for process, pid in zip(running, self._card(handle).pids, strict=False):
+                    process.pid = pid
+                count._obj.value = len(self._card(handle).pids)
+            case _:
+                raise AssertionError(name)
+        return 0
+
+    def _card(self, handle: ctypes.c_void_p) -> Card:
+        return self.cards[int(handle.value or 0) - 1]
+
+
+@pytest.fixture(autouse=True)
+def all_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def seen(nvml: Nvml) -> Gpus:
+    return look(lambda name: nvml)
+
+
+def test_a_machine_without_a_driver_has_no_gpus_and_says_why() -> None:
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    assert look(missing) == Gpus(trouble="there is no NVIDIA driver: libnvidia-ml.so.1 cannot be loaded")
+
+
+def test_gpus_have_a_name_memory_and_those_who_compute_on_them() -> None:
+    nvml = Nvml([Card(used=5 * GIB, pids=(1 << 30, os.getpid())), Card("NVIDIA Test 2", "GPU-bbbb", used=1 << 20)])
+    there = seen(nvml)
+    assert (there.driver, there.cuda, there.trouble) == ("580.65.06", (13, 2), "")
+    first, second = there.found
+    assert (first.number, first.name, first.total, first.free) == (0, "NVIDIA Test 1", 80 * GIB, 74 * GIB)
+    assert first.users == (os.getpid(), 1 << 30)
+    assert f"process {os.getpid()} (" in first.busy and first.busy.endswith(f"process {1 << 30}")
+    assert (second.number, second.name, second.users, second.busy) == (1, "NVIDIA Test 2", (), "")
+    assert nvml.called[-1] == "nvmlShutdown"
+
+
+def test_memory_that_no_visible_process_uses_is_somebodys() -> None:
+    (gpu,) = seen(Nvml([Card(used=2 * GIB)])).found
+    assert gpu.crowded and gpu.busy == "somebody who cannot be seen from here"
+    (gpu,) = seen(Nvml([Card()], failing={"nvmlDeviceGetComputeRunningProcesses_v3": 4})).found
+    assert not gpu.busy
+
+
+@pytest.mark.parametrize(
+    ("nvml", "trouble"),
+    [
+        (Nvml(failing={"nvmlInit_v2": 9}), "the NVIDIA driver does not work: nvmlInit_v2: Driver Not Loaded (9)"),
+        (Nvml([]), "NVIDIA driver 580.65.06: there is no GPU"),
+        (
+            Nvml([Card()], missing=("nvmlDeviceGetMemoryInfo_v2",)),
+            "NVIDIA driver 580.65.06: it is too old, nvmlDeviceGetMemoryInfo_v2 is missing",
+        ),
+        (
+            Nvml([Card()], failing={"nvmlSystemGetDriverVersion": 999}),
+            "NVIDIA driver of unknown version: nvmlSystemGetDriverVersion: Unknown Error (999)",
+        ),
+    ],
+)
+def test_a_driver_that_does_not_work_says_why(nvml: Nvml, trouble: str) -> None:
+    there = seen(nvml)
+    assert (there.found, there.trouble) == ((), trouble)
+    assert ("nvmlShutdown" in nvml.called) == ("nvmlInit_v2" not in nvml.failing)
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("1,0", ["b", "a"]),
+        (" 2 ", ["c"]),
+        ("GPU-bb", ["b"]),
+        ("GPU-b", []),  # two of them
+        ("0,7,1", ["a"]),  # as in CUDA, what is unknown ends the list
+        ("MIG-1,MIG-2,0", ["a"]),
+        ("", []),
+        ("-1", []),
+    ],
+)
+def test_only_what_cuda_would_see_is_counted_in_its_order(
+    visible: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    there = seen(Nvml([Card("a", "GPU-aaaa"), Card("b", "GPU-bbbb"), Card("c", "GPU-bccc")]))
+    assert [gpu.name for gpu in there.found] == names
+    assert [gpu.number for gpu in there.found] == list(range(len(names)))
+    if not names:
+        assert there.trouble.endswith(f"there is no GPU that CUDA_VISIBLE_DEVICES={visible} lets be seen")
+
+
+def test_cuda_is_told_to_count_as_nvml_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    gpus.count_by_bus()
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"

@@ -1,0 +1,124 @@
+"""Trials of backends that work and of those that do not, in whatever way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.pipeline import trial
+from headrace.pipeline.backend import BACKENDS, BackendFailed, Options, make
+from headrace.pipeline.trial import Running, Trial, render, run
+
+HERE = Options()
+
+
+class Bent:
+    """Pillow's backend, but for what it does to the pictures."""
+
+    render_id = "bent/1"
+
+    def __init__(self, bend: Callable[[Any], None], verdict: Any = None) -> None:
+        self._bend = bend
+        self._verdict = verdict
+        self.closed = False
+
+    def render(self, pictures: Any, params: Any, out: Any, begin: Any) -> Any:
+        make("pillow").render(pictures, params, out, begin)
+        self._bend(out[0])
+        return [self._verdict]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def darker(levels: int) -> Callable[[Any], None]:
+    return lambda out: np.copyto(out, np.maximum(out.astype(np.int16) - levels, 0).astype(np.uint8))
+
+
+def test_a_backend_that_renders_like_pillow_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Bent(darker(2))
+    monkeypatch.setitem(BACKENDS, "bent", lambda options: backend)
+    assert render("bent", HERE) == Trial("bent/1")
+    assert backend.closed
+    assert render("pillow", HERE) == Trial(make("pillow").render_id)
+
+
+def test_a_backend_that_renders_nonsense_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "bent", lambda options: Bent(darker(9)))
+    assert render("bent", HERE) == Trial(trouble="it renders nonsense, on average 9 levels away from Pillow's picture")
+    assert "nonsense" in render("fake", HERE).trouble
+
+
+def test_a_backend_that_cannot_be_made_or_refuses_a_good_picture_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(options: Options) -> Any:
+        raise BackendFailed(f"GPU {options.device} has no memory")
+
+    monkeypatch.setitem(BACKENDS, "broken", broken)
+    assert render("broken", Options(device=3)) == Trial(trouble="GPU 3 has no memory")
+    verdict = type("Verdict", (), {"reason": "not today"})()
+    monkeypatch.setitem(BACKENDS, "bent", lambda options: Bent(darker(0), verdict))
+    assert render("bent", HERE) == Trial(trouble="it refuses a good picture: not today")
+    assert render("other", HERE) == Trial(trouble="this version of Headrace does not have it")
+
+
+def test_dali_on_the_cpu_is_tried_in_a_process_of_its_own() -> None:
+    done = run("dali-cpu")
+    assert done.trouble == "" and done.render_id.startswith("dali-cpu/")
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have the trial's process run some other program."""
+
+    def runs(program: str) -> None:
+        start = subprocess.Popen
+
+        def other(command: list[str], **options: Any) -> Any:
+            return start([command[0], "-I", "-S", "-c", program], **options)
+
+        monkeypatch.setattr(trial.subprocess, "Popen", other)
+
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("program", "trouble"),
+    [
+        (
+            "import os; os.write(2, b'free(): invalid pointer\\n\\n'); os.kill(os.getpid(), 11)",
+            "a trial of it was killed by SIGSEGV; its last words: free(): invalid pointer",
+        ),
+        ("raise SystemExit(3)", "a trial of it ended with status 3; its last words: nothing"),
+        ("print('[INFO] noise')", "a trial of it ended with status 0; its last words: nothing"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGALRM)", "a trial of it did not end within 25 seconds"),
+    ],
+)
+def test_however_a_trial_ends_it_says_so(program: str, trouble: str, child: Callable[[str], None]) -> None:
+    child(program)
+    assert run("dali-gpu") == Trial(trouble=trouble)
+
+
+def test_what_a_library_prints_before_the_answer_does_not_matter(child: Callable[[str], None]) -> None:
+    child("""print('[INFO] noise\\n{"render_id": "x/1", "trouble": ""}')""")
+    assert run("dali-gpu") == Trial("x/1")
+
+
+def test_a_trial_that_hangs_is_ended_by_whoever_waits(child: Callable[[str], None]) -> None:
+    child("import time; time.sleep(60)")
+    running = Running("dali-gpu", timeout=-4.9)  # which is five seconds less than the one who waits allows
+    assert running.result() == Trial(trouble="a trial of it did not end within -4.9 seconds")
+    assert running._process.returncode is not None
+
+
+def test_a_trial_that_hangs_ends_itself() -> None:
+    program = (
+        "import sys, time; from headrace.pipeline import trial; "
+        "trial.render = lambda *_: time.sleep(60); trial.main(sys.argv)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "pillow", "0", "0", "0.5"], timeout=30, check=False)
+    assert done.returncode == -14
