@@ -10,11 +10,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.pipeline.colour import Step
 from headrace.pipeline.probe import BadPicture, Picture
 from headrace.pipeline.transforms import Params
 
@@ -41,7 +43,8 @@ class FakeBackend:
             verdict = _behave(picture.data)
             if verdict is None:
                 where = params.box[i].tobytes() + bytes([int(params.mirror_x[i]), int(params.mirror_y[i])])
-                digest = blake2b(picture.data + where, digest_size=48).digest()
+                what = b"".join(_numbers(step, i) for step in params.colour)
+                digest = blake2b(picture.data + where + what, digest_size=48).digest()
                 # One colour per row, so that a row out of place shows.
                 colours = np.frombuffer(digest, np.uint8).reshape(16, 3)
                 target[...] = np.resize(colours, (len(target), 3))[:, None, :]
@@ -52,6 +55,11 @@ class FakeBackend:
 
     def close(self) -> None:
         pass
+
+
+def _numbers(step: Step, i: int) -> bytes:
+    values = (getattr(step, field.name) for field in fields(step))
+    return b"".join(value[i].tobytes() for value in values if isinstance(value, np.ndarray))
 
 
 def _behave(data: bytes) -> BadPicture | None:

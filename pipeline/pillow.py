@@ -22,6 +22,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from headrace.pipeline import heif, jpeg, png
+from headrace.pipeline.paint import paint
 from headrace.pipeline.probe import BadPicture, Picture, pillow_quiet
 from headrace.pipeline.transforms import Params
 from headrace.pipeline.view import View
@@ -84,7 +85,7 @@ class PillowBackend:
                 target[...] = 0
                 verdicts.append(bad.with_traceback(None))
             else:
-                target[...] = np.asarray(_show(image, reduction, view, params))
+                target[...] = np.asarray(paint(_show(image, reduction, view, params), params.colour, i))
                 verdicts.append(None)
         return verdicts
 
