@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.pipeline.probe import BadPicture, Picture
-from headrace.pipeline.transforms import Params
+if TYPE_CHECKING:  # who only asks for a name need not know pictures
+    from headrace.pipeline.probe import BadPicture, Picture
+    from headrace.pipeline.transforms import Params
 
 
 class BackendFailed(Exception):

@@ -149,7 +149,7 @@ class Verification:
 
     Raises:
         DatasetError: a data set cannot be listed.
-        ConfigError: another process verifies one of them.
+        ConfigError: another process verifies one of them, or what is to render cannot run here.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Verification:
         restart: bool = False,
         hang_timeout: float = HANG_TIMEOUT,
     ) -> None:
-        self._workers = config.workers
+        self._crew = who_renders(config.workers, private=False)
         self._watch = watch
         self._restart = restart
         self._hang_timeout = hang_timeout
@@ -213,8 +213,7 @@ class Verification:
             signals.restore()
 
     def _judge(self, at: _Subject, signals: Signals, stopped: Sequence[int]) -> None:
-        crew = who_renders(self._workers, private=False)
-        crew = replace(crew, processes=min(crew.processes, at.tally.chunks))
+        crew = replace(self._crew, processes=min(self._crew.processes, at.tally.chunks))
         with ExitStack() as opened:
             loop = Loop()
             loop.watch(signals.fileno(), signals.drain)
@@ -351,23 +350,28 @@ class _Crew:
             case Finished(job=job, rejects=rejects, render_id=render_id):
                 self._compare(render_id)
                 found = [(reject.row, reject.stage, reject.reason) for reject in rejects]
-                self._done(job, self._at.tally.settle(job.chunk, job.only, found))
+                self._done(job, self._at.tally.settle(job.chunk, job.only, found), kept=render_id == self._render_id)
             case Failed(job=job, text=text):
-                self._done(job, self._at.tally.fail(job.chunk, job.only, text))
+                self._done(job, self._at.tally.fail(job.chunk, job.only, text), kept=False)
             case Convicted(index=index, reason=reason):
                 self._at.ledger.convict(index, reason)
 
     def _compare(self, render_id: str) -> None:
-        if self._render_id not in (None, render_id):
+        if self._render_id is None:
+            self._render_id = render_id
+        elif render_id != self._render_id and self._supervisor.crew.fallback is None:
             raise HeadraceError(
                 f"workers render with {self._render_id} and with {render_id}: something was installed meanwhile"
             )
-        self._render_id = render_id
 
-    def _done(self, job: Job, found: Found | None) -> None:
+    def _done(self, job: Job, found: Found | None, *, kept: bool) -> None:
+        """
+        Args:
+            kept: for a run that goes on where this one is interrupted. What could not be read now may be readable then,
+                and what the fallback judged, which judges alike, is not what the journal says it holds.
+        """
         self._free.append(job.slot)
-        # What could not be read now may be readable next time: only verdicts are kept.
-        if found is not None and all(stage != ERROR for _, stage, _ in found):
+        if kept and found is not None and all(stage != ERROR for _, stage, _ in found):
             self._at.journal.add(job.chunk, found)
 
 

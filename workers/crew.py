@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 
-from headrace.pipeline.backend import resolve
+from headrace.pipeline.machine import choose
 from headrace.pipeline.spec import Workers
 from headrace.workers.cpus import worker_count
+
+log = logging.getLogger(__name__)
+
+#: What takes over where DALI or a GPU does not work: it always does.
+FALLBACK = "pillow"
+#: Chunks that a device worker has at once: one on its way in, one out, and two between.
+IN_FLIGHT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +37,7 @@ class Crew:
     processes: int
     devices: tuple[int, ...] = ()
     threads: int = 4
-    in_flight: int = 4
+    in_flight: int = IN_FLIGHT
     gpu_memory: int = 4 << 30
     hw_decoder_load: float = 0.0
     fallback: str | None = None
@@ -63,7 +71,23 @@ def crew(workers: Workers, *, private: bool) -> Crew:
 
     Args:
         private: the trainer runs on the same CPUs.
+
+    Raises:
+        ConfigError: what is named cannot run here.
     """
-    backend = resolve(workers.backend)
+    chosen = choose(workers)
+    log.info("%s renders: %s", chosen.backend, "; ".join(chosen.why))
     processes = worker_count(workers.processes, private=private)
-    return Crew(backend, processes, fallback="pillow" if backend.startswith("dali") else None)
+    threads = workers.threads
+    if not isinstance(threads, int):
+        threads = max(1, worker_count("auto", private=private) // max(1, len(chosen.devices)))
+    return Crew(
+        chosen.backend,
+        processes,
+        devices=chosen.devices,
+        threads=threads,
+        in_flight=workers.in_flight if isinstance(workers.in_flight, int) else IN_FLIGHT,
+        gpu_memory=workers.gpu_memory,
+        hw_decoder_load=workers.hw_decoder_load,
+        fallback=FALLBACK if chosen.backend.startswith("dali") else None,
+    )

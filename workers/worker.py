@@ -77,8 +77,8 @@ class Worker:
         stream = Stream.model_validate(json.loads(task.spec))
         index = Index.map(index_fd)
         ring = Ring.attach(ring_fd, task.layout, task.slots, writable=True)
-        wholes.attach(wholes_fd, len(index))
-        renderer = ChunkRenderer(stream, index, self._renderer.choose())
+        flags = wholes.attach(wholes_fd, len(index))
+        renderer = ChunkRenderer(stream, index, self._renderer.choose(), wholes=flags)
         self._streams[task.stream] = _Stream(renderer, ring, dict(task.convicted))
 
     def _try(self, task: Render) -> Rendered | RenderFailed:
