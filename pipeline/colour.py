@@ -7,7 +7,9 @@ numbers that leave a picture as it is, bit for bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,3 +138,12 @@ class Erase:
 
 
 Step = Matrix | Solarize | Posterize | Autocontrast | Equalize | Blur | Erase
+
+
+def joined(steps: Sequence[Step]) -> Step:
+    """The rows of some steps of one kind, one after another; what is no array is the same in all of them."""
+    values: dict[str, Any] = {}
+    for name in (f.name for f in fields(steps[0])):
+        columns = [getattr(step, name) for step in steps]
+        values[name] = np.concatenate(columns) if isinstance(columns[0], np.ndarray) else columns[0]
+    return type(steps[0])(**values)

@@ -22,13 +22,14 @@ from headrace.pipeline.order import order
 from headrace.pipeline.probe import BadPicture, Picture, probe
 from headrace.pipeline.reading import Source
 from headrace.pipeline.spec import Stream
-from headrace.pipeline.transforms import plan, unfit
+from headrace.pipeline.transforms import Params, plan, unfit
 from headrace.protocol import RowReject
 from headrace.slots import SlotView, Status
 
-#: Pictures whose bytes are held at once, whatever the chunk's size, and their bytes if there are several.
-_BLOCK = 32
-_BLOCK_BYTES = 64 << 20
+#: What is rendered at once, if it is several pictures: how many, their bytes, and their pixels once decoded.
+PART_PICTURES = 32
+_PART_BYTES = 64 << 20
+PART_PIXELS = 64 << 20
 #: Seconds to wait before each further try of a read that failed.
 _RETRIES = (0.1, 0.5)
 
@@ -41,28 +42,49 @@ class Rendered:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     nbytes: int = 0
 
+    def add(self, other: Rendered) -> None:
+        self.rejects += other.rejects
+        for stage, seconds in other.seconds.items():
+            self.seconds[stage] += seconds
+        self.nbytes += other.nbytes
 
-class ChunkRenderer:
-    """Renders chunks of one stream.
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """Rows of a chunk that have been read and looked at: what is left is the backend's to do.
+
+    Attributes:
+        reader: whose stream it is of.
+        view: the slot.
+        rows: of the chunk, one for each picture; those whose content was found bad before are not among them.
+        pictures, params: what is to be rendered.
+        pixels: of the pictures, decoded as a whole.
+        result: what came of the part, so far and in the end.
+    """
+
+    reader: ChunkReader
+    view: SlotView
+    rows: list[int] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
+    params: Params | None = None
+    pixels: int = 0
+    result: Rendered = field(default_factory=Rendered)
+
+
+class ChunkReader:
+    """Reads chunks of one stream and plans how they are rendered. Good for several threads at once.
 
     Args:
         stream, index: what and from where.
-        backend: who turns bytes into pixels; stays the caller's.
         source: reads samples; by default what the stream's data set says.
         wholes: flags as of `headrace.pipeline.wholes`, shared with others that render this stream; by default nobody's.
     """
 
     def __init__(
-        self,
-        stream: Stream,
-        index: Index,
-        backend: Backend,
-        source: Source | None = None,
-        wholes: NDArray[np.uint8] | None = None,
+        self, stream: Stream, index: Index, source: Source | None = None, wholes: NDArray[np.uint8] | None = None
     ) -> None:
         self.stream = stream
         self.index = index
-        self.backend = backend
         self._source = source or open_source(stream.dataset, index, stream.decode)
         self._wholes = np.zeros(len(index), np.uint8) if wholes is None else wholes
 
@@ -75,18 +97,18 @@ class ChunkRenderer:
         """Of this chunk: the last one of an epoch may be short."""
         return min(self.stream.chunk, len(self.index) - chunk * self.stream.chunk)
 
-    def render(
+    def prepare(
         self,
         epoch: int,
         chunk: int,
         view: SlotView,
         rows: Collection[int] | None = None,
         convicted: Mapping[int, str] | None = None,
-    ) -> Rendered:
-        """Fill the slot: indices, labels and texts of every row, pixels and status of `rows` (None: all).
+    ) -> Iterator[Part]:
+        """Fill in indices, labels and texts of every row, then read `rows` (None: all), part by part.
 
-        A row whose content is bad is black, has the status REJECTED and stands in the result.
-        While a row is worked on its status is RENDERING; whoever survives this process reads there whom to suspect.
+        A row whose content is bad is black, has the status REJECTED and stands in the part's result. The others have
+        the status READ. While a row is looked at its status is RENDERING.
 
         Args:
             convicted: sample index → reason, rejected unseen.
@@ -94,19 +116,80 @@ class ChunkRenderer:
         Raises:
             DatasetError: a sample cannot be read, or has changed; says which.
         """
-        result = Rendered()
+        part = Part(self, view)
+        clock = _Clock(part.result.seconds)
         first, count = chunk * self.stream.chunk, self.rows(chunk)
-        begin = time.perf_counter()
         indices = order(self.stream.seed, epoch, len(self.index), first, count, shuffle=self.stream.shuffle)
         view.indices[:count] = indices
         self.index.fill_labels(indices, view.labels[:count])
         self._write_texts(indices, view)
-        result.seconds["plan"] += time.perf_counter() - begin
         todo = sorted(range(count) if rows is None else rows)
         view.status[todo] = Status.PENDING
-        for block in self._blocks(todo, view):
-            self._block(epoch, first, block, view, convicted or {}, result)
-        return result
+        clock.lap("plan")
+
+        nbytes = 0
+        for row in todo:
+            index = int(indices[row])
+            nbytes += (size := int(self.index.sizes[index]))
+            if part.pictures and (len(part.pictures) == PART_PICTURES or nbytes > _PART_BYTES):
+                yield self._planned(part, epoch, first, clock)
+                part, nbytes = Part(self, view), size
+                clock = _Clock(part.result.seconds)
+            picture = self._look(part, row, index, clock, convicted or {})
+            if picture is None:
+                continue
+            pixels = picture.height * picture.width
+            if part.pictures and part.pixels + pixels > PART_PIXELS:
+                yield self._planned(part, epoch, first, clock)
+                part, nbytes = Part(self, view), size
+                clock = _Clock(part.result.seconds)
+            part.rows.append(row)
+            part.pictures.append(picture)
+            part.pixels += pixels
+        yield self._planned(part, epoch, first, clock)
+
+    def _look(self, part: Part, row: int, index: int, clock: _Clock, convicted: Mapping[int, str]) -> Picture | None:
+        view = part.view
+        try:
+            if index in convicted:
+                raise BadPicture("worker", convicted[index])
+            data = self._read(index)
+            part.result.nbytes += len(data)
+            clock.lap("read")
+            view.status[row] = Status.RENDERING
+            picture = probe(data, self.stream.decode)
+            if why := unfit(self.stream.transforms, picture.height, picture.width):
+                raise BadPicture("probe", why)
+            picture.whole = bool(self._wholes[index])
+            view.status[row] = Status.READ
+        except BadPicture as bad:
+            self._reject(part, row, bad)
+            picture = None
+        clock.lap("probe")
+        return picture
+
+    def _planned(self, part: Part, epoch: int, first: int, clock: _Clock) -> Part:
+        if not part.rows:
+            return part
+        # Draws belong to positions, so parameters are planned for the whole run and the rows picked out of it.
+        low, high = part.rows[0], part.rows[-1] + 1
+        at = np.array(part.rows) - low
+        sizes = np.ones((2, high - low), np.int64)
+        sizes[:, at] = np.array([(picture.height, picture.width) for picture in part.pictures]).T
+        params = plan(self.stream.transforms, self.stream.seed, epoch, first + low, sizes[0], sizes[1])
+        part.params = params if len(at) == high - low else params.take(at)
+        clock.lap("plan")
+        return part
+
+    def finish(self, part: Part, i: int, verdict: BadPicture | None) -> None:
+        """Picture `i` of the part is in its row, or is a bad one."""
+        row = part.rows[i]
+        if verdict is not None:
+            self._reject(part, row, verdict)
+            return
+        part.view.status[row] = Status.OK
+        if part.pictures[i].whole:
+            self._wholes[part.view.indices[row]] = 1
 
     def _write_texts(self, indices: NDArray[np.int64], view: SlotView) -> None:
         if not view.text.size:
@@ -119,73 +202,6 @@ class ChunkRenderer:
             end += len(text)
             view.ends[row] = end
         view.ends[len(indices) :] = end
-
-    def _blocks(self, rows: list[int], view: SlotView) -> Iterator[list[int]]:
-        block: list[int] = []
-        nbytes = 0
-        for row in rows:
-            size = int(self.index.sizes[view.indices[row]])
-            if block and (len(block) == _BLOCK or nbytes + size > _BLOCK_BYTES):
-                yield block
-                block, nbytes = [], 0
-            block.append(row)
-            nbytes += size
-        if block:
-            yield block
-
-    def _block(
-        self, epoch: int, first: int, rows: list[int], view: SlotView, convicted: Mapping[int, str], result: Rendered
-    ) -> None:
-        clock = _Clock(result.seconds)
-        pictures: dict[int, Picture] = {}
-        for row in rows:
-            index = int(view.indices[row])
-            try:
-                if index in convicted:
-                    raise BadPicture("worker", convicted[index])
-                data = self._read(index)
-                result.nbytes += len(data)
-                clock.lap("read")
-                view.status[row] = Status.RENDERING
-                picture = probe(data, self.stream.decode)
-                if why := unfit(self.stream.transforms, picture.height, picture.width):
-                    raise BadPicture("probe", why)
-                picture.whole = bool(self._wholes[index])
-                pictures[row] = picture
-                view.status[row] = Status.READ
-            except BadPicture as bad:
-                self._reject(view, row, bad, result)
-            clock.lap("probe")
-        if not pictures:
-            return
-
-        # Draws belong to positions, so parameters are planned for the whole run and the rows picked out of it.
-        low, high = rows[0], rows[-1] + 1
-        sizes = np.ones((2, high - low), np.int64)
-        for row, picture in pictures.items():
-            sizes[:, row - low] = picture.height, picture.width
-        params = plan(self.stream.transforms, self.stream.seed, epoch, first + low, sizes[0], sizes[1])
-        good = list(pictures)
-        if len(good) < high - low:
-            params = params.take(np.array(good) - low)
-        clock.lap("plan")
-
-        rendering: list[int] = []
-
-        def started(pictures: Sequence[int]) -> None:
-            view.status[rendering] = Status.OK
-            rendering[:] = (good[i] for i in pictures)
-            view.status[rendering] = Status.RENDERING
-
-        verdicts = self.backend.render(list(pictures.values()), params, [view.images[row] for row in good], started)
-        for row, verdict in zip(good, verdicts, strict=True):
-            if verdict is None:
-                view.status[row] = Status.OK
-                if pictures[row].whole:
-                    self._wholes[view.indices[row]] = 1
-            else:
-                self._reject(view, row, verdict, result)
-        clock.lap("render")
 
     def _read(self, index: int) -> bytes:
         for delay in (*_RETRIES, None):
@@ -203,11 +219,88 @@ class ChunkRenderer:
                 raise DatasetError(f"sample {index}, {changed}") from None
         raise AssertionError
 
-    def _reject(self, view: SlotView, row: int, bad: BadPicture, result: Rendered) -> None:
-        index = int(view.indices[row])
-        view.images[row] = 0
-        view.status[row] = Status.REJECTED
-        result.rejects.append(RowReject(row, index, self.index.shown_full(index), bad.stage, bad.reason[:500]))
+    def _reject(self, part: Part, row: int, bad: BadPicture) -> None:
+        index = int(part.view.indices[row])
+        part.view.images[row] = 0
+        part.view.status[row] = Status.REJECTED
+        reject = RowReject(row, index, self.index.shown_full(index), bad.stage, bad.reason[:500])
+        part.result.rejects.append(reject)
+
+
+def render(backend: Backend, parts: Sequence[Part]) -> None:
+    """Render parts of one stream in one call of the backend: pixels, statuses, and what is bad, in each part's result.
+
+    While a picture is worked on, the status of its row is RENDERING; whoever survives this process reads there whom to
+    suspect.
+
+    Raises:
+        BackendFailed: as the backend does.
+    """
+    places = [(part, i) for part in parts for i in range(len(part.rows))]
+    planned = [part.params for part in parts if part.params is not None]
+    if not places:
+        return
+    began = time.perf_counter()
+    rendering: list[tuple[Part, int]] = []
+
+    def mark(status: Status) -> None:
+        for part, i in rendering:
+            part.view.status[part.rows[i]] = status
+
+    def begin(pictures: Sequence[int]) -> None:
+        mark(Status.OK)
+        rendering[:] = [places[i] for i in pictures]
+        mark(Status.RENDERING)
+
+    pictures = [picture for part in parts for picture in part.pictures]
+    out = [part.view.images[row] for part in parts for row in part.rows]
+    verdicts = backend.render(pictures, Params.joined(planned), out, begin)
+    for (part, i), verdict in zip(places, verdicts, strict=True):
+        part.reader.finish(part, i, verdict)
+    share = (time.perf_counter() - began) / len(places)
+    for part in parts:
+        part.result.seconds["render"] += share * len(part.rows)
+        part.pictures.clear()
+
+
+class ChunkRenderer(ChunkReader):
+    """Renders chunks of one stream, one at a time.
+
+    Args:
+        stream, index, source, wholes: as in `ChunkReader`.
+        backend: who turns bytes into pixels; stays the caller's.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        index: Index,
+        backend: Backend,
+        source: Source | None = None,
+        wholes: NDArray[np.uint8] | None = None,
+    ) -> None:
+        super().__init__(stream, index, source, wholes)
+        self.backend = backend
+
+    def render(
+        self,
+        epoch: int,
+        chunk: int,
+        view: SlotView,
+        rows: Collection[int] | None = None,
+        convicted: Mapping[int, str] | None = None,
+    ) -> Rendered:
+        """Fill the slot: as `prepare`, and the pixels and status of `rows`.
+
+        Raises:
+            DatasetError: as `prepare`.
+            BackendFailed: as the backend does.
+        """
+        result = Rendered()
+        for part in self.prepare(epoch, chunk, view, rows, convicted):
+            render(self.backend, [part])
+            result.add(part.result)
+        return result
 
 
 class _Clock:

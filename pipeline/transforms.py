@@ -30,7 +30,7 @@ from headrace.pipeline.arguments import (
     Shares,
     ShorterOrExact,
 )
-from headrace.pipeline.colour import Colour, Erase, Step
+from headrace.pipeline.colour import Colour, Erase, Step, joined
 from headrace.pipeline.geometry import BLACK, Axis, Floats, Geometry, Ints, Outline
 from headrace.pipeline.kinds import GRID, Geometric, Photometric, between, explained, grid, pick
 from headrace.pipeline.kinds import Transform as Transform
@@ -541,6 +541,19 @@ class Params:
             mirror_x=self.mirror_x[rows],
             mirror_y=self.mirror_y[rows],
             colour=tuple(step.take(rows) for step in self.colour),
+        )
+
+    @classmethod
+    def joined(cls, several: Sequence[Params]) -> Params:
+        """The rows of some of one chain, one after another."""
+        if len(several) == 1:
+            return several[0]
+        return replace(
+            several[0],
+            box=np.concatenate([params.box for params in several]),
+            mirror_x=np.concatenate([params.mirror_x for params in several]),
+            mirror_y=np.concatenate([params.mirror_y for params in several]),
+            colour=tuple(joined(steps) for steps in zip(*(params.colour for params in several), strict=True)),
         )
 
 
