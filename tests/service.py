@@ -61,7 +61,7 @@ class Daemon:
         folder: Path,
         streams: dict[str, Any],
         *,
-        workers: int = 2,
+        workers: int = 1,
         slots: int | None = None,
         group: str | None = None,
         backend: str = "pillow",

@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import photos as samples
 import pytest
 import zmq
 from service import Daemon, Trainer, Truth, stream, until
@@ -69,10 +71,18 @@ class RawClient:
         self.context.term()
 
 
-@pytest.fixture
-def daemon(many: Callable[[int], Path], home: Path) -> Iterator[Daemon]:
-    with Daemon(home, {"train": stream(many(200))}, slots=4) as made:
+@pytest.fixture(scope="module")
+def lasting(photos: Path, session_home: Path) -> Iterator[Daemon]:
+    folder = Path(tempfile.mkdtemp(dir=session_home))
+    with Daemon(folder, {"train": stream(samples.links(photos, folder / "many", 200))}, slots=4) as made:
         yield made
+
+
+@pytest.fixture
+def daemon(lasting: Daemon) -> Iterator[Daemon]:
+    """For tests that leave it as it was."""
+    yield lasting
+    until(lambda: lasting.ping().sessions == 0, "the end of all sessions")
 
 
 @pytest.fixture
@@ -82,13 +92,21 @@ def client(daemon: Daemon) -> Iterator[RawClient]:
     made.close()
 
 
+@pytest.fixture
+def own(many: Callable[[int], Path], home: Path) -> Iterator[Daemon]:
+    """For tests after which it is not what it was."""
+    with Daemon(home, {"train": stream(many(200))}, workers=2, slots=4) as made:
+        yield made
+
+
 def epoch_is_whole(daemon: Daemon, home: Path) -> None:
     with Trainer(daemon.address, home / "honest.jsonl") as trainer:
         trainer.wait()
     assert trainer.rows() == Truth(daemon.config, home / "cache").rows(0)
 
 
-def test_a_flood_of_nonsense_keeps_nobody_waiting(daemon: Daemon, client: RawClient, home: Path) -> None:
+def test_a_flood_of_nonsense_keeps_nobody_waiting(own: Daemon, home: Path) -> None:
+    client = RawClient(own.address)
     flood = f"""
 import zmq, time
 context = zmq.Context()
@@ -108,13 +126,14 @@ context.destroy()
     process = subprocess.Popen([sys.executable, "-c", flood])
     try:
         time.sleep(1)
-        assert daemon.ping().pid == daemon.pid
-        epoch_is_whole(daemon, home)
-        assert daemon.stop() == 0
-        assert daemon.log.stat().st_size < 100_000
+        assert own.ping().pid == own.pid
+        epoch_is_whole(own, home)
+        assert own.stop() == 0
+        assert own.log.stat().st_size < 100_000
     finally:
         process.kill()
         process.wait()
+        client.close()
 
 
 def test_a_client_that_asks_and_does_not_read_is_put_out(daemon: Daemon) -> None:
@@ -190,7 +209,7 @@ def test_when_no_worker_can_start_requests_fail_with_the_reason(
         "    os._exit(3)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(broken / "code"))
-    with Daemon(home, {"train": stream(many(200))}, slots=4) as daemon:
+    with Daemon(home, {"train": stream(many(200))}, workers=2, slots=4) as daemon:
         client = RawClient(daemon.address)
         client.get(1, 0)
         assert isinstance(client.answer(), Chunk)
@@ -255,7 +274,7 @@ def test_workers_die_with_a_killed_daemon_even_in_the_middle_of_a_picture(
         data = file.read_bytes()
         file.unlink()
         file.write_bytes(data + HANG)
-    with Daemon(home, {"train": stream(folder)}, backend="fake") as daemon:
+    with Daemon(home, {"train": stream(folder)}, workers=2, backend="fake") as daemon:
         client = RawClient(daemon.address)
         client.get(1, 0), client.get(2, 1)
         workers = daemon.ping().workers
@@ -265,12 +284,12 @@ def test_workers_die_with_a_killed_daemon_even_in_the_middle_of_a_picture(
         client.close()
 
 
-def test_a_daemon_whose_lock_was_swept_away_keeps_its_address(daemon: Daemon, home: Path) -> None:
-    Path(f"{daemon.address.removeprefix('ipc://')}.lock").unlink()
-    command = [sys.executable, "-m", "headrace.server", "serve", str(daemon.config)]
+def test_a_daemon_whose_lock_was_swept_away_keeps_its_address(own: Daemon, home: Path) -> None:
+    Path(f"{own.address.removeprefix('ipc://')}.lock").unlink()
+    command = [sys.executable, "-m", "headrace.server", "serve", str(own.config)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert second.returncode == 2 and "something listens" in second.stderr
-    epoch_is_whole(daemon, home)
+    epoch_is_whole(own, home)
 
 
 def test_slow_reading_is_progress(many: Callable[[int], Path], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

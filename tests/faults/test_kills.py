@@ -21,7 +21,7 @@ class Scene:
 
     def __init__(self, folder: Path, home: Path) -> None:
         self.home = home
-        self.daemon = Daemon(home, {"train": stream(folder, size=64)}, slots=4)
+        self.daemon = Daemon(home, {"train": stream(folder, size=64)}, workers=2, slots=4)
         self.daemon.start()
         self.trainers = [
             Trainer(self.daemon.address, home / f"{size}.jsonl", batch_size=size, epochs=EPOCHS)

@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import photos as samples
 import pytest
 from remote import TIMEOUT, BareClient, RemoteClient
 from service import Daemon, Trainer, Truth, signal_, stream, until
@@ -37,41 +39,69 @@ from headrace.protocol import (
     Welcome,
 )
 
-SLOTS = 6
-WORKERS = 2
-CHUNKS = 50
+SLOTS = 5
+WORKERS = 1
+CHUNKS = 40
 CHUNK_BYTES = 4 * 512 * 512 * 3
 
 #: Seconds after which the daemon of these tests holds peers for gone.
 QUICK = {"heartbeat": 0.3, "silence": 2.0, "stuck": 2.0, "probe": 0.3, "attach": 2.0}
 
 
-@pytest.fixture
-def quick(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Daemons that lose their patience soon."""
-    code = home / "quick"
+def with_timings(code: Path, timings: dict[str, float]) -> Path:
+    """A folder for PYTHONPATH: daemons with these instead of their own."""
     code.mkdir()
     (code / "sitecustomize.py").write_text(
         "import sys\n"
         "if 'serve' in sys.orig_argv:\n"
         "    from headrace.server import network, service\n"
-        f"    service.Service.__init__.__kwdefaults__['timings'] = network.Timings(**{QUICK})\n"
+        f"    service.Service.__init__.__kwdefaults__['timings'] = network.Timings(**{timings})\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(code))
+    return code
+
+
+def described(home: Path, pictures: Path) -> Daemon:
+    """A daemon whose chunks are too large for the kernel to take one that nobody reads."""
+    streams = {"train": stream(pictures, size=512)}
+    return Daemon(home, streams, workers=WORKERS, slots=SLOTS, backend="fake", tcp=True)
 
 
 @pytest.fixture
 def patient(many: Callable[[int], Path], home: Path) -> Iterator[Daemon]:
-    """A daemon whose chunks are too large for the kernel to take one that nobody reads."""
-    with Daemon(
-        home, {"train": stream(many(4 * CHUNKS), size=512)}, workers=WORKERS, slots=SLOTS, backend="fake", tcp=True
-    ) as made:
+    """For tests after which it is not what it was, and those that bear no sign of life."""
+    with described(home, many(4 * CHUNKS)) as made:
         yield made
 
 
 @pytest.fixture
-def daemon(quick: None, patient: Daemon) -> Daemon:
+def quick(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemons that lose their patience soon."""
+    monkeypatch.setenv("PYTHONPATH", str(with_timings(home / "quick", QUICK)))
+
+
+@pytest.fixture
+def hasty(quick: None, patient: Daemon) -> Daemon:
     return patient
+
+
+@pytest.fixture(scope="module")
+def lasting(photos: Path, session_home: Path) -> Iterator[Daemon]:
+    """Patient with those who are there, and soon aware of those who are not."""
+    folder = Path(tempfile.mkdtemp(dir=session_home))
+    daemon = described(folder, samples.links(photos, folder / "many", 4 * CHUNKS))
+    with pytest.MonkeyPatch.context() as patch:
+        seen = {name: QUICK[name] for name in ("probe", "attach")}
+        patch.setenv("PYTHONPATH", str(with_timings(folder / "code", seen)))
+        daemon.start()
+    yield daemon
+    daemon.stop()
+
+
+@pytest.fixture
+def daemon(lasting: Daemon) -> Iterator[Daemon]:
+    """For tests that leave it as it was."""
+    yield lasting
+    until(lambda: lasting.ping().sessions == 0, "the end of all sessions")
 
 
 @pytest.fixture
@@ -125,39 +155,39 @@ def test_a_client_that_never_reads_holds_its_share_and_others_get_their_epoch(
 
 
 def test_a_client_that_takes_nothing_is_put_out_and_its_slots_come_back(
-    daemon: Daemon, clients: list[RemoteClient | BareClient], home: Path
+    hasty: Daemon, clients: list[RemoteClient | BareClient], home: Path
 ) -> None:
     """Again and again: what was sent to it is not counted as free before it has left."""
     for _ in range(3):
-        client = RemoteClient(daemon.tcp_address, unread=1)
+        client = RemoteClient(hasty.tcp_address, unread=1)
         clients.append(client)
         for request in range(CHUNKS):
             client.get(request, request)
-        until(lambda: daemon.ping().sessions == 0, "the end of a session that takes nothing")
-    epoch_is_whole(daemon, home)
+        until(lambda: hasty.ping().sessions == 0, "the end of a session that takes nothing")
+    epoch_is_whole(hasty, home)
 
 
 def test_a_client_that_reads_a_byte_at_a_time_gets_what_it_asked_for_and_keeps_nobody_waiting(
-    patient: Daemon, clients: list[RemoteClient | BareClient], home: Path
+    daemon: Daemon, clients: list[RemoteClient | BareClient], home: Path
 ) -> None:
-    bare = BareClient(patient.tcp_address)
-    lane = BareClient(patient.tcp_address, receive_buffer=4096)
+    bare = BareClient(daemon.tcp_address)
+    lane = BareClient(daemon.tcp_address, receive_buffer=4096)
     clients += [bare, lane]
     token = joined(bare)
     lane.say(Attach(token=token, lane=1))
     lane.told()
     bare.say(Get(token=token, request=1, epoch=0, chunk=3, first=1, count=1))
     head = b""
-    with Trainer(patient.tcp_address, home / "honest.jsonl", transport="tcp") as trainer:
+    with Trainer(daemon.tcp_address, home / "honest.jsonl", transport="tcp") as trainer:
         while trainer.running:
             head += lane.socket.recv(1)
             time.sleep(0.001)
         trainer.wait()
-    assert trainer.rows() == Truth(patient.config, home / "cache").rows(0)
+    assert trainer.rows() == Truth(daemon.config, home / "cache").rows(0)
     rest = b""
     while len(head + rest) < 512 * 512 * 3:
         rest += lane.socket.recv(1 << 20)
-    picture = RemoteClient(patient.tcp_address)
+    picture = RemoteClient(daemon.tcp_address)
     clients.append(picture)
     picture.get(1, 3, first=1, count=1)
     _, fields = picture.rows()
@@ -176,21 +206,21 @@ def joined(bare: BareClient) -> bytes:
 
 @pytest.mark.parametrize("of", ["the trainer", "the daemon"])
 def test_who_is_stopped_for_longer_than_the_heartbeat_comes_back_and_goes_on(
-    daemon: Daemon, home: Path, of: str
+    hasty: Daemon, home: Path, of: str
 ) -> None:
-    with Trainer(daemon.tcp_address, home / "a.jsonl", transport="tcp", pause=0.05) as trainer:
+    with Trainer(hasty.tcp_address, home / "a.jsonl", transport="tcp", pause=0.05) as trainer:
         until(lambda: len(trainer.batches) >= 2, "2 batches")
         assert trainer.process is not None
-        pid = trainer.process.pid if of == "the trainer" else daemon.pid
+        pid = trainer.process.pid if of == "the trainer" else hasty.pid
         os.kill(pid, signal.SIGSTOP)
         if of == "the trainer":
-            until(lambda: daemon.ping().sessions == 0, "the end of the stopped session")
-            epoch_is_whole(daemon, home)
+            until(lambda: hasty.ping().sessions == 0, "the end of the stopped session")
+            epoch_is_whole(hasty, home)
         else:
             time.sleep(4)
         os.kill(pid, signal.SIGCONT)
         trainer.wait()
-    assert trainer.rows() == Truth(daemon.config, home / "cache").rows(0)
+    assert trainer.rows() == Truth(hasty.config, home / "cache").rows(0)
 
 
 def test_a_trainer_that_is_killed_leaves_nothing_and_the_next_goes_on(daemon: Daemon, home: Path) -> None:
@@ -270,9 +300,9 @@ def test_who_breaks_a_rule_is_put_out_and_told_why(
 
 
 def test_a_get_before_a_data_connection_ends_the_session(
-    patient: Daemon, clients: list[RemoteClient | BareClient]
+    daemon: Daemon, clients: list[RemoteClient | BareClient]
 ) -> None:
-    client = RemoteClient(patient.tcp_address, lanes=0)
+    client = RemoteClient(daemon.tcp_address, lanes=0)
     clients.append(client)
     client.get(1, 0)
     refused = client.told(Refused)
@@ -290,9 +320,9 @@ def test_a_session_without_a_data_connection_is_ended_after_a_while(
 
 
 def test_a_lane_is_attached_once_and_who_tries_again_does_not_end_the_session(
-    patient: Daemon, clients: list[RemoteClient | BareClient]
+    daemon: Daemon, clients: list[RemoteClient | BareClient]
 ) -> None:
-    client = RemoteClient(patient.tcp_address)
+    client = RemoteClient(daemon.tcp_address)
     clients.append(client)
     for lane in (1, 0):
         other = client.connect()
@@ -304,8 +334,8 @@ def test_a_lane_is_attached_once_and_who_tries_again_does_not_end_the_session(
     client.rows()
 
 
-def test_a_token_that_was_guessed_opens_nothing(patient: Daemon, clients: list[RemoteClient | BareClient]) -> None:
-    client = RemoteClient(patient.tcp_address)
+def test_a_token_that_was_guessed_opens_nothing(daemon: Daemon, clients: list[RemoteClient | BareClient]) -> None:
+    client = RemoteClient(daemon.tcp_address)
     clients.append(client)
     stranger = client.connect()
     client.lanes.append(stranger)
@@ -326,14 +356,14 @@ def test_a_token_that_was_guessed_opens_nothing(patient: Daemon, clients: list[R
 
 
 def test_a_session_on_the_unix_socket_is_not_reached_over_tcp(
-    patient: Daemon, clients: list[RemoteClient | BareClient]
+    daemon: Daemon, clients: list[RemoteClient | BareClient]
 ) -> None:
-    client = RemoteClient(patient.tcp_address)
+    client = RemoteClient(daemon.tcp_address)
     clients.append(client)
     welcomes = []
     channels = []
     for transport in ("shm", "tcp"):
-        channel = connect(patient.address, timeout=TIMEOUT)
+        channel = connect(daemon.address, timeout=TIMEOUT)
         channels.append(channel)
         channel.send(protocol.encode(Hello(stream=None, transport=transport)), timeout=TIMEOUT)
         while not isinstance(
@@ -362,8 +392,8 @@ def test_a_session_on_the_unix_socket_is_not_reached_over_tcp(
         channel.close()
 
 
-def test_another_version_is_told_which_one_this_is(patient: Daemon, clients: list[RemoteClient | BareClient]) -> None:
-    client = RemoteClient(patient.tcp_address)
+def test_another_version_is_told_which_one_this_is(daemon: Daemon, clients: list[RemoteClient | BareClient]) -> None:
+    client = RemoteClient(daemon.tcp_address)
     clients.append(client)
     stranger = client.connect()
     client.lanes.append(stranger)
@@ -381,9 +411,9 @@ def test_another_version_is_told_which_one_this_is(patient: Daemon, clients: lis
     ],
 )
 def test_who_asks_for_what_there_is_not_is_told_what_there_is(
-    patient: Daemon, clients: list[RemoteClient | BareClient], hello: Hello, says: str
+    daemon: Daemon, clients: list[RemoteClient | BareClient], hello: Hello, says: str
 ) -> None:
-    bare = BareClient(patient.tcp_address)
+    bare = BareClient(daemon.tcp_address)
     clients.append(bare)
     bare.say(hello)
     refused = bare.told()
@@ -429,10 +459,10 @@ while time.monotonic() < end:
 
 @pytest.mark.parametrize("size", [1, 60_000])
 def test_a_message_without_end_is_cut_off(
-    patient: Daemon, clients: list[RemoteClient | BareClient], home: Path, size: int
+    daemon: Daemon, clients: list[RemoteClient | BareClient], home: Path, size: int
 ) -> None:
     """libzmq keeps all of its frames until the last one has come."""
-    stranger = BareClient(patient.tcp_address)
+    stranger = BareClient(daemon.tcp_address)
     clients.append(stranger)
     frame = b"\x03" + size.to_bytes(8, "big") + bytes(size)
     began = time.monotonic()
@@ -441,7 +471,7 @@ def test_a_message_without_end_is_cut_off(
         while stranger.read(1):
             pass
     assert time.monotonic() - began < TIMEOUT / 2  # after TIMEOUT it is cut off because it answers no heartbeats
-    epoch_is_whole(patient, home)
+    epoch_is_whole(daemon, home)
 
 
 def test_messages_of_many_frames_are_cut_off_and_keep_nobody_waiting(patient: Daemon, home: Path) -> None:
@@ -465,8 +495,8 @@ except OSError:
         process.wait()
 
 
-def test_a_client_that_says_much_is_not_cut_off(patient: Daemon, clients: list[RemoteClient | BareClient]) -> None:
-    client = RemoteClient(patient.tcp_address)
+def test_a_client_that_says_much_is_not_cut_off(daemon: Daemon, clients: list[RemoteClient | BareClient]) -> None:
+    client = RemoteClient(daemon.tcp_address)
     clients.append(client)
     for request in range(20_000):  # more than a megabyte
         client.say(Cancel(token=client.welcome.token, request=request))
@@ -526,9 +556,9 @@ def test_a_daemon_with_rows_on_their_way_to_a_stopped_client_ends_in_time(
 
 
 def test_the_unix_connection_of_a_session_over_tcp_is_its_life(
-    patient: Daemon, clients: list[RemoteClient | BareClient]
+    daemon: Daemon, clients: list[RemoteClient | BareClient]
 ) -> None:
-    channel = connect(patient.address, timeout=TIMEOUT)
+    channel = connect(daemon.address, timeout=TIMEOUT)
     channel.send(protocol.encode(Hello(stream=None, transport="tcp")), timeout=TIMEOUT)
     while not isinstance(message := protocol.decode_session_reply(channel.recv(timeout=TIMEOUT)[0]), Welcome):
         pass
@@ -536,8 +566,8 @@ def test_the_unix_connection_of_a_session_over_tcp_is_its_life(
     clients.append(control)
     control.say(Attach(token=message.token, lane=0))
     assert control.told() == Attached(lane=0)
-    assert patient.ping().sessions == 1
+    assert daemon.ping().sessions == 1
     channel.close()
-    until(lambda: patient.ping().sessions == 0, "the end of the session")
+    until(lambda: daemon.ping().sessions == 0, "the end of the session")
     with pytest.raises(Closed):
         channel.recv(timeout=TIMEOUT)

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from PIL import Image
 from service import Daemon, Truth, stream, until
 
 import headrace
+from headrace.errors import ConfigError
 from headrace.pipeline.backend import make
 from headrace.pipeline.dataset import open_index
 from headrace.pipeline.render import ChunkRenderer
 from headrace.pipeline.spec import Config
+from headrace.server import cli
 from headrace.slots import Ring
 
 HEADRACE = [sys.executable, "-m", "headrace.server"]
@@ -296,18 +299,22 @@ def test_show_names_what_is_bad_and_why(odd: Path, home: Path) -> None:
         assert not cell(grid, 2).any()
 
 
+def test_show_of_an_address_that_does_not_exist_is_status_2(config: Path) -> None:
+    assert f"positions 0 to {PHOTOS - 1}" in complaint(run("show", config, "train", f"0:{PHOTOS}"), 2)
+
+
 @pytest.mark.parametrize(
     ("at", "text"),
     [
         ("0", "EPOCH:POSITION"),
         ("0:-1", "EPOCH:POSITION"),
         ("x:1", "EPOCH:POSITION"),
-        (f"0:{PHOTOS}", f"positions 0 to {PHOTOS - 1}"),
         (f"{10**30}:0", "no such epoch"),
     ],
 )
-def test_show_of_an_address_that_does_not_exist_is_status_2(config: Path, at: str, text: str) -> None:
-    assert text in complaint(run("show", config, "train", at), 2)
+def test_show_of_what_is_no_address_says_what_one_is(config: Path, at: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        cli.show(config, "train", at)
 
 
 def test_show_into_a_file_that_cannot_be_written_is_status_2(config: Path, home: Path) -> None:
@@ -317,39 +324,46 @@ def test_show_into_a_file_that_cannot_be_written_is_status_2(config: Path, home:
 # -- serve, ping, bench -------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def daemon(photos: Path, home: Path) -> Iterator[Daemon]:
-    with Daemon(home, {"train": stream(photos, size=SIZE)}, workers=1) as running:
+@pytest.fixture(scope="module")
+def daemon(photos: Path, session_home: Path) -> Iterator[Daemon]:
+    """For tests that leave it as it was."""
+    with Daemon(Path(tempfile.mkdtemp(dir=session_home)), {"train": stream(photos, size=SIZE)}) as running:
         yield running
 
 
-def test_serve_ends_with_status_0_on_sigterm_and_leaves_no_socket(daemon: Daemon) -> None:
-    assert daemon.stop() == 0
-    assert {file.name for file in daemon.config.parent.glob("d.*")} == {"d.yaml", "d.log"}
-    log = daemon.log.read_text()
+@pytest.fixture
+def own(photos: Path, home: Path) -> Iterator[Daemon]:
+    with Daemon(home, {"train": stream(photos, size=SIZE)}) as running:
+        yield running
+
+
+def test_serve_ends_with_status_0_on_sigterm_and_leaves_no_socket(own: Daemon) -> None:
+    assert own.stop() == 0
+    assert {file.name for file in own.config.parent.glob("d.*")} == {"d.yaml", "d.log"}
+    log = own.log.read_text()
     assert "the log is this, standard error" in log
     phases = ["got SIGTERM", "no new clients", "clients finish their copies", "workers", "stopped"]
     assert [log.index(phase) for phase in phases] == sorted(log.index(phase) for phase in phases)
 
 
-def test_serve_ends_with_status_130_on_ctrl_c(daemon: Daemon) -> None:
-    assert daemon.process is not None
-    daemon.process.send_signal(signal.SIGINT)
-    assert daemon.process.wait(30) == 130
-    assert daemon.log.read_text().rstrip().endswith("stopped")
-    assert "Traceback" not in daemon.log.read_text()
+def test_serve_ends_with_status_130_on_ctrl_c(own: Daemon) -> None:
+    assert own.process is not None
+    own.process.send_signal(signal.SIGINT)
+    assert own.process.wait(30) == 130
+    assert own.log.read_text().rstrip().endswith("stopped")
+    assert "Traceback" not in own.log.read_text()
 
 
-def test_a_second_signal_forces(daemon: Daemon) -> None:
+def test_a_second_signal_forces(own: Daemon) -> None:
     """A worker that is stopped ends only when it is killed."""
-    assert daemon.process is not None
-    (worker,) = daemon.ping().workers
+    assert own.process is not None
+    (worker,) = own.ping().workers
     os.kill(worker, signal.SIGSTOP)
-    daemon.process.terminate()
-    until(lambda: "stopping: no new clients" in daemon.log.read_text(), "the daemon to stop")
-    daemon.process.terminate()
-    assert daemon.process.wait(30) == 0
-    assert "stopped" in daemon.log.read_text()
+    own.process.terminate()
+    until(lambda: "stopping: no new clients" in own.log.read_text(), "the daemon to stop")
+    own.process.terminate()
+    assert own.process.wait(30) == 0
+    assert "stopped" in own.log.read_text()
     assert not Path(f"/proc/{worker}").exists()
 
 
@@ -398,11 +412,11 @@ class serving:
         self._process.stdout.close()
 
 
-def test_ping_of_a_daemon_is_status_0_and_says_what_it_has(daemon: Daemon) -> None:
-    (line,) = lines(run("ping", daemon.address))
-    assert line == (f"headrace {headrace.__version__}, process {daemon.pid}, 0 sessions; streams: train (not open yet)")
-    lines(run("bench", daemon.address, "--steps", "1", "--batch-size", "8"))
-    assert f"train ({PHOTOS} samples)" in lines(run("ping", daemon.address))[0]
+def test_ping_of_a_daemon_is_status_0_and_says_what_it_has(own: Daemon) -> None:
+    (line,) = lines(run("ping", own.address))
+    assert line == (f"headrace {headrace.__version__}, process {own.pid}, 0 sessions; streams: train (not open yet)")
+    lines(run("bench", own.address, "--steps", "1", "--batch-size", "8"))
+    assert f"train ({PHOTOS} samples)" in lines(run("ping", own.address))[0]
 
 
 def test_ping_where_nobody_answers_is_status_1(daemon: Daemon, home: Path) -> None:

@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,22 @@ def daemon_pid(loader: Loader) -> int:
     return loader._engine.welcome.pid
 
 
-def test_a_mapping_a_config_and_its_yaml_file_join_one_daemon_and_get_the_same(photos: Path, home: Path) -> None:
+@pytest.fixture(scope="module")
+def kept(photos: Path) -> Iterator[None]:
+    with open_loader(configuration(photos)):
+        yield
+
+
+@pytest.fixture
+def running(kept: None, session_home: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not about starting or ending a private daemon finds that of the usual configuration at work."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(session_home / "cache"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session_home / "run"))
+
+
+def test_a_mapping_a_config_and_its_yaml_file_join_one_daemon_and_get_the_same(
+    running: None, photos: Path, home: Path
+) -> None:
     source = configuration(photos)
     file = home / "headrace.yaml"
     file.write_text(yaml.safe_dump(source))
@@ -69,7 +86,7 @@ def test_a_relative_folder_in_a_mapping_is_relative_to_the_working_directory(
         assert loader.num_samples == PHOTOS
 
 
-def test_transforms_may_stand_in_a_mapping_as_objects(photos: Path) -> None:
+def test_transforms_may_stand_in_a_mapping_as_objects(running: None, photos: Path) -> None:
     source = configuration(photos)
     written, flip = source["streams"]["train"]["transforms"]
     objects = configuration(photos, transforms=[RandomResizedCrop(**written["random_resized_crop"]), flip])
@@ -77,13 +94,13 @@ def test_transforms_may_stand_in_a_mapping_as_objects(photos: Path) -> None:
         assert daemon_pid(one) == daemon_pid(other)
 
 
-def test_another_configuration_gets_another_daemon(photos: Path) -> None:
+def test_another_configuration_gets_another_daemon(running: None, photos: Path) -> None:
     with open_loader(configuration(photos)) as one, open_loader(configuration(photos, seed=1)) as other:
         assert daemon_pid(one) != daemon_pid(other)
         assert epoch(one) != epoch(other)
 
 
-def test_each_epoch_has_another_order_and_other_pictures_and_both_come_again(photos: Path) -> None:
+def test_each_epoch_has_another_order_and_other_pictures_and_both_come_again(running: None, photos: Path) -> None:
     with open_loader(configuration(photos)) as loader:
         epochs = [epoch(loader) for _ in range(3)]
         assert len({tuple(i for indices, _ in e for i in indices) for e in epochs}) == 3
@@ -91,14 +108,14 @@ def test_each_epoch_has_another_order_and_other_pictures_and_both_come_again(pho
         assert epoch(loader) == epochs[1]
 
 
-def test_labels_are_those_of_the_listing(photos: Path) -> None:
+def test_labels_are_those_of_the_listing(running: None, photos: Path) -> None:
     with open_loader(configuration(photos)) as loader:
         for batch in loader:
             assert np.array_equal(batch.labels, batch.indices // 16)
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC", "channels_last"])
-def test_float_batches_are_the_levels_finished_by_the_formula(photos: Path, layout: str) -> None:
+def test_float_batches_are_the_levels_finished_by_the_formula(running: None, photos: Path, layout: str) -> None:
     torch = pytest.importorskip("torch")
     look = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
     with (
@@ -143,7 +160,9 @@ def test_the_daemon_ends_with_its_last_loader(photos: Path) -> None:
     assert not os.path.exists(f"/proc/{pid}")
 
 
-def test_what_is_wrong_with_the_configuration_is_raised_by_the_constructor(photos: Path, home: Path) -> None:
+def test_what_is_wrong_with_the_configuration_is_raised_by_the_constructor(
+    running: None, photos: Path, home: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"streams\.train\.chunk"):
         open_loader(configuration(photos, chunk=0))
     with pytest.raises(ConfigError, match="no_such.yaml"):
@@ -154,17 +173,24 @@ def test_what_is_wrong_with_the_configuration_is_raised_by_the_constructor(photo
         open_loader(configuration(photos), stream="val")
 
 
-@pytest.fixture
-def damaged(photos: Path, home: Path) -> Path:
-    """40 photos in two classes, two of them spoiled."""
+@pytest.fixture(scope="module")
+def spoiled(photos: Path, session_home: Path) -> Iterator[Path]:
+    """32 photos in two classes, two of them spoiled, and their daemon at work."""
+    folder = Path(tempfile.mkdtemp(dir=session_home))
     for name in ("meadow", "sea"):
-        (home / "data" / name).mkdir(parents=True)
+        (folder / name).mkdir()
         for i in range(16):
-            (home / "data" / name / f"{i:03}.jpg").write_bytes((photos / name / f"{i:03}.jpg").read_bytes())
+            (folder / name / f"{i:03}.jpg").write_bytes((photos / name / f"{i:03}.jpg").read_bytes())
     whole = (photos / "sea" / "005.jpg").read_bytes()
-    (home / "data" / "sea" / "005.jpg").write_bytes(whole[: len(whole) // 2])
-    (home / "data" / "meadow" / "007.jpg").write_text("this is no picture")
-    return home / "data"
+    (folder / "sea" / "005.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "meadow" / "007.jpg").write_text("this is no picture")
+    with open_loader(configuration(folder)):
+        yield folder
+
+
+@pytest.fixture
+def damaged(spoiled: Path, running: None) -> Path:
+    return spoiled
 
 
 def test_bad_files_are_left_out_named_and_counted_in_every_epoch(damaged: Path) -> None:
@@ -240,7 +266,7 @@ def test_a_plain_script_without_a_main_guard_works_and_ends_by_itself(photos: Pa
     assert (done.returncode, done.stdout, done.stderr) == (0, str(PHOTOS), "")
 
 
-def test_cells_typed_into_an_interpreter_work(photos: Path) -> None:
+def test_cells_typed_into_an_interpreter_work(running: None, photos: Path) -> None:
     cells = f"""
 import headrace
 loader = headrace.Loader({configuration(photos)!r}, batch_size=10, output="numpy")

@@ -17,7 +17,7 @@ from headrace import Loader
 def test_trainers_of_different_batch_sizes_that_keep_pace_compute_each_chunk_once(
     many: Callable[[int], Path], home: Path
 ) -> None:
-    with Daemon(home, {"train": stream(many(600))}) as daemon:
+    with Daemon(home, {"train": stream(many(600))}, workers=2) as daemon:
         trainers = [
             Trainer(daemon.address, home / f"{size}.jsonl", batch_size=size, epochs=2).start()
             for size in (5, 16, 33, 64)
@@ -37,7 +37,7 @@ def test_in_step_a_ring_that_spans_the_trainers_computes_each_chunk_once(
 ) -> None:
     """Four Loaders in one process take turns by position: none is ahead by more than its batches in memory."""
     sizes = (3, 5, 7, 11)
-    with Daemon(home, {"train": stream(many(480))}, slots=6) as daemon:
+    with Daemon(home, {"train": stream(many(480))}, workers=2, slots=6) as daemon:
         loaders = [
             Loader(daemon.address, batch_size=size, prefetch=0, output="numpy", dtype="uint8", rank=0, world_size=1)
             for size in sizes
@@ -54,7 +54,7 @@ def test_in_step_a_ring_that_spans_the_trainers_computes_each_chunk_once(
 
 
 def test_two_trainers_whose_batches_are_larger_than_the_ring_finish(many: Callable[[int], Path], home: Path) -> None:
-    with Daemon(home, {"train": stream(many(600))}, slots=4) as daemon:
+    with Daemon(home, {"train": stream(many(600))}, workers=2, slots=4) as daemon:
         trainers = [
             Trainer(daemon.address, home / f"{size}.jsonl", batch_size=size, epochs=2).start() for size in (300, 257)
         ]
@@ -66,7 +66,7 @@ def test_two_trainers_whose_batches_are_larger_than_the_ring_finish(many: Callab
 
 
 def test_a_trainer_that_comes_late_gets_the_whole_epoch(many: Callable[[int], Path], home: Path) -> None:
-    with Daemon(home, {"train": stream(many(400))}, slots=5) as daemon:
+    with Daemon(home, {"train": stream(many(400))}, workers=2, slots=5) as daemon:
         with Trainer(daemon.address, home / "first.jsonl", steps=12) as first:
             first.wait()
         with Trainer(daemon.address, home / "late.jsonl", batch_size=10) as late:
@@ -76,7 +76,7 @@ def test_a_trainer_that_comes_late_gets_the_whole_epoch(many: Callable[[int], Pa
 
 def test_streams_of_one_daemon_do_not_mix(many: Callable[[int], Path], home: Path) -> None:
     streams = {"train": stream(many(200)), "val": stream(many(80), shuffle=False, seed=5, size=48)}
-    with Daemon(home, streams) as daemon:
+    with Daemon(home, streams, workers=2) as daemon:
         for name, count in (("train", 200), ("val", 80)):
             with Loader(daemon.address, stream=name, batch_size=32, output="numpy", rank=0, world_size=1) as loader:
                 assert sum(len(batch.indices) for batch in loader) == count

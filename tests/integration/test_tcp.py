@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import photos as samples
 import pytest
 import yaml
 from remote import RemoteClient
@@ -28,9 +30,11 @@ def folder(many: Callable[[int], Path]) -> Path:
     return many(ENTRIES)
 
 
-@pytest.fixture
-def daemon(folder: Path, home: Path) -> Iterator[Daemon]:
-    with Daemon(home, {"train": stream(folder, chunk=CHUNK)}, slots=6, tcp=True) as made:
+@pytest.fixture(scope="module")
+def daemon(photos: Path, session_home: Path) -> Iterator[Daemon]:
+    folder = Path(tempfile.mkdtemp(dir=session_home))
+    streams = {"train": stream(samples.links(photos, folder / "many", ENTRIES), chunk=CHUNK)}
+    with Daemon(folder, streams, workers=2, slots=6, tcp=True) as made:
         yield made
 
 
@@ -156,14 +160,15 @@ def test_a_private_daemon_sends_rows_over_tcp_and_ends_with_its_last_session(fol
     until(lambda: not list((home / "run").rglob("*.sock")), "the private daemon to end")
 
 
-def test_a_daemon_over_tcp_says_where_it_is_on_this_host(daemon: Daemon) -> None:
-    there, here = ping(daemon.tcp_address), ping(daemon.address)
-    assert there.address == here.address == daemon.address
-    assert there.instance == here.instance
-    before = here.instance
-    daemon.stop()
-    daemon.start()
-    assert ping(daemon.address).instance != before
+def test_a_daemon_over_tcp_says_where_it_is_on_this_host(folder: Path, home: Path) -> None:
+    with Daemon(home, {"train": stream(folder)}, tcp=True) as daemon:
+        there, here = ping(daemon.tcp_address), ping(daemon.address)
+        assert there.address == here.address == daemon.address
+        assert there.instance == here.instance
+        before = here.instance
+        daemon.stop()
+        daemon.start()
+        assert ping(daemon.address).instance != before
 
 
 def test_the_loader_says_how_its_rows_came(daemon: Daemon) -> None:
