@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from headrace.batch import Batch as Batch
     from headrace.batch import Reject as Reject
     from headrace.loader import Loader as Loader
+    from headrace.pipeline.photometric import ColorJitter as ColorJitter
+    from headrace.pipeline.photometric import GaussianBlur as GaussianBlur
+    from headrace.pipeline.photometric import RandomAutocontrast as RandomAutocontrast
+    from headrace.pipeline.photometric import RandomEqualize as RandomEqualize
+    from headrace.pipeline.photometric import RandomErasing as RandomErasing
+    from headrace.pipeline.photometric import RandomGrayscale as RandomGrayscale
+    from headrace.pipeline.photometric import RandomPosterize as RandomPosterize
+    from headrace.pipeline.photometric import RandomSolarize as RandomSolarize
     from headrace.pipeline.spec import Config as Config
     from headrace.pipeline.spec import Stream as Stream
     from headrace.pipeline.torchvision import from_torchvision as from_torchvision
@@ -32,13 +40,21 @@ if TYPE_CHECKING:
 _HOME = {
     "Batch": "headrace.batch",
     "CenterCrop": "headrace.pipeline.transforms",
+    "ColorJitter": "headrace.pipeline.photometric",
     "Config": "headrace.pipeline.spec",
+    "GaussianBlur": "headrace.pipeline.photometric",
     "Letterbox": "headrace.pipeline.transforms",
     "Loader": "headrace.loader",
     "Pad": "headrace.pipeline.transforms",
+    "RandomAutocontrast": "headrace.pipeline.photometric",
     "RandomCrop": "headrace.pipeline.transforms",
+    "RandomEqualize": "headrace.pipeline.photometric",
+    "RandomErasing": "headrace.pipeline.photometric",
+    "RandomGrayscale": "headrace.pipeline.photometric",
     "RandomHorizontalFlip": "headrace.pipeline.transforms",
+    "RandomPosterize": "headrace.pipeline.photometric",
     "RandomResizedCrop": "headrace.pipeline.transforms",
+    "RandomSolarize": "headrace.pipeline.photometric",
     "RandomVerticalFlip": "headrace.pipeline.transforms",
     "Reject": "headrace.batch",
     "Resize": "headrace.pipeline.transforms",

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -237,6 +237,12 @@ class Stream(_Model):
     output: Output = Output()
     on_bad_sample: Literal["skip", "replace", "mask", "raise"] = "skip"
     max_bad: Share = 0.01
+
+    @model_validator(mode="after")
+    def _settle(self) -> Self:
+        # Frozen is what others see; what stands for something else in the stream never leaves this constructor.
+        object.__setattr__(self, "transforms", tuple(each.settled(self.output) for each in self.transforms))
+        return self
 
     @property
     def size(self) -> tuple[int, int]:
