@@ -169,10 +169,52 @@ class _Translation:
         if isinstance(fill, Mapping):
             raise _Refused("fill: of several kinds of input; give the one for images")
         values = list(fill) if isinstance(fill, Sequence) else [fill]
-        levels = [float(v) * (255 if self._stage == "float" else 1) for v in values]
+        levels = [float(v) * self.levels for v in values]
         if not all(abs(level - round(level)) < 1e-4 for level in levels):
             raise _Refused(f"fill: {fill!r} is no whole level from 0 to 255")
         return [round(level) for level in levels]
+
+    @property
+    def levels(self) -> int:
+        """How many levels the number 1 is."""
+        return 255 if self._stage == "float" else 1
+
+    def colour(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """A transform of ours that changes colours."""
+        if self._stage == "normalized":
+            raise _Refused("stands after Normalize, and Headrace changes colours before it; put it before")
+        self.append(name, arguments)
+
+    def erased_to(self, values: Sequence[float]) -> object:
+        """What an erased box is set to, in the picture before it is normalized."""
+        if self._stage != "normalized":
+            return [value * (self.levels / 255) for value in values]
+        if not any(values):
+            return "mean"
+        mean, std = self._normalize["mean"], self._normalize["std"]
+        values = list(values) * 3 if len(values) == 1 else values
+        shown = [value * s + m for value, m, s in zip(values, mean, std, strict=True)]
+        if not all(-1e-6 <= value <= 1 + 1e-6 for value in shown):
+            raise _Refused(
+                f"value: {list(values)} after Normalize are {[round(v, 3) for v in shown]} before it, and Headrace "
+                "erases before it, with a colour from 0 to 1"
+            )
+        return [min(max(value, 0.0), 1.0) for value in shown]
+
+    def likely(self, p: float, parts: Sequence[object]) -> None:
+        """Transforms of torchvision's that are done with this probability, or not."""
+        if p == 1:
+            for part in parts:
+                self.add(part)
+            return
+        if len(parts) != 1:
+            raise _Refused("does several transforms or none, and Headrace draws for each; use one RandomApply for each")
+        had = len(self.transforms)
+        self.add(parts[0])
+        [[name, arguments]] = [*self.transforms[-1].plain().items()] if len(self.transforms) > had else [("", {})]
+        if "p" not in arguments:
+            raise _Refused(f"{type(parts[0]).__name__} cannot be left out at random; Headrace always does it")
+        self.transforms[-1] = parse({name: arguments | {"p": arguments["p"] * p}})
 
 
 _ON_BATCHES = "leave it out here, and do it to the batches in the trainer"
@@ -233,6 +275,49 @@ def _flip(name: str) -> Callable[[_Translation, Any], None]:
     return lambda to, part: to.append(name, {"p": float(part.p)})
 
 
+def _color_jitter(to: _Translation, part: Any) -> None:
+    spans = {name: getattr(part, name) for name in ("brightness", "contrast", "saturation", "hue")}
+    to.colour("color_jitter", {name: span if span is None else list(span) for name, span in spans.items()})
+
+
+def _gaussian_blur(to: _Translation, part: Any) -> None:
+    to.colour("gaussian_blur", {"kernel_size": _plain_size(part.kernel_size), "sigma": list(part.sigma)})
+
+
+def _random_erasing(to: _Translation, part: Any) -> None:
+    value = "random" if part.value is None else part.value  # None is what version 2 keeps of "random"
+    if not isinstance(value, str):
+        value = to.erased_to([float(v) for v in (value if isinstance(value, Sequence) else [value])])
+    arguments = {"p": float(part.p), "scale": list(part.scale), "ratio": list(part.ratio), "value": value}
+    to.append("random_erasing", arguments)
+
+
+def _grayscale(to: _Translation, part: Any) -> None:
+    if part.num_output_channels != 3:
+        raise _Refused("makes one channel, and Headrace's pictures have three; say num_output_channels=3")
+    to.colour("random_grayscale", {"p": 1.0})
+
+
+def _random_solarize(to: _Translation, part: Any) -> None:
+    to.colour("random_solarize", {"threshold": float(part.threshold) * to.levels, "p": float(part.p)})
+
+
+def _random_posterize(to: _Translation, part: Any) -> None:
+    to.colour("random_posterize", {"bits": part.bits, "p": float(part.p)})
+
+
+def _random_invert(to: _Translation, part: Any) -> None:
+    to.colour("random_solarize", {"threshold": 0.0, "p": float(part.p)})
+
+
+def _maybe(name: str) -> Callable[[_Translation, Any], None]:
+    return lambda to, part: to.colour(name, {"p": float(part.p)})
+
+
+def _random_apply(to: _Translation, part: Any) -> None:
+    to.likely(float(part.p), [inner for _, inner in _flat(list(part.transforms), "")])
+
+
 def _to_dtype(to: _Translation, part: Any) -> None:
     dtype = part.dtype
     if isinstance(dtype, Mapping):
@@ -264,6 +349,17 @@ _RULES: dict[str, Callable[[_Translation, Any], None]] = {
     "Pad": _pad,
     "RandomHorizontalFlip": _flip("random_horizontal_flip"),
     "RandomVerticalFlip": _flip("random_vertical_flip"),
+    "ColorJitter": _color_jitter,
+    "RandomGrayscale": _maybe("random_grayscale"),
+    "GaussianBlur": _gaussian_blur,
+    "RandomErasing": _random_erasing,
+    "RandomSolarize": _random_solarize,
+    "RandomPosterize": _random_posterize,
+    "RandomAutocontrast": _maybe("random_autocontrast"),
+    "RandomEqualize": _maybe("random_equalize"),
+    "RandomInvert": _random_invert,
+    "Grayscale": _grayscale,
+    "RandomApply": _random_apply,
     "ToTensor": lambda to, part: to.to_tensor(scaled=True),
     "PILToTensor": lambda to, part: to.to_tensor(scaled=False),
     "ToImage": lambda to, part: to.to_tensor(scaled=False, kind="Image"),

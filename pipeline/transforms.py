@@ -1,8 +1,8 @@
 """What may happen to a picture: torchvision's transforms, by their names, arguments and defaults.
 
 Each is one class: an inert description, how many uniform numbers it draws per sample, and how it turns them and the
-pictures' sizes into geometry. All of them fold into one window, one size and two mirror flags (`geometry.py`), which
-any backend can render; `plan` does that for a chunk.
+pictures' sizes into parameters. Those in here are geometry, and fold into one window, one size and two mirror flags;
+those of `photometric.py` become steps of colour after that. Any backend can render both; `plan` makes them for a chunk.
 """
 
 from __future__ import annotations
@@ -402,6 +402,9 @@ _ELSEWHERE = {
     "to_dtype": "dtype stands in the stream's output: {dtype: ...}",
     "convert_image_dtype": "dtype stands in the stream's output: {dtype: ...}",
     "compose": "write its transforms one by one, or translate it with headrace.from_torchvision",
+    "random_apply": "give the transform a p of its own; color_jitter and gaussian_blur have one, too",
+    "grayscale": "write random_grayscale: {p: 1}",
+    "random_invert": "write random_solarize: {threshold: 0}, which inverts all levels",
 }
 
 
