@@ -293,6 +293,10 @@ class Workers(_Model):
         hw_decoder_load: share of JPEGs that the GPU's JPEG engine decodes.
     """
 
+    if TYPE_CHECKING:  # what a caller may write is more than what a field holds
+
+        def __init__(self, **data: Any) -> None: ...
+
     backend: Backend = "auto"
     processes: Count = "auto"
     threads: Count = "auto"

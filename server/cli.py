@@ -196,21 +196,21 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
     from headrace.server.doctor import examine
 
     found = []
-    for finding in examine():
-        found.append(finding)
+    for name, finding in examine():
+        found.append({"check": name, **asdict(finding)})
         if not as_json:
-            _out(*_shown(finding))
-    usable = all(finding.level != "bad" for finding in found)
+            _out(*_shown(name, finding))
+    usable = all(finding["level"] != "bad" for finding in found)
     if as_json:
-        _out(json.dumps({"usable": usable, "findings": [asdict(finding) for finding in found]}))
+        _out(json.dumps({"usable": usable, "findings": found}))
     return int(not usable)
 
 
-def _shown(finding: Finding) -> list[str]:
+def _shown(name: str, finding: Finding) -> list[str]:
     level = f"{finding.level:4}"
     if sys.stdout.isatty():
         level = typer.style(level, fg={"ok": "green", "warn": "yellow", "bad": "red"}[finding.level])
-    return [f"{level}  {finding.check}: {finding.found}", *([f"      {finding.advice}"] if finding.advice else [])]
+    return [f"{level}  {name}: {finding.found}", *([f"      {finding.advice}"] if finding.advice else [])]
 
 
 @app.command()

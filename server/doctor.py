@@ -59,33 +59,26 @@ _LOCKED = 8 * _MIB
 class Finding:
     """
     Attributes:
-        check: what was looked at.
         level: see the module.
         found: one sentence.
         advice: what to do about it, or "".
     """
 
-    check: str
     level: Level
     found: str
     advice: str = ""
 
 
-def examine() -> Iterator[Finding]:
-    """All checks, one after the other. A check that fails in a way nobody thought of is a finding too."""
+def examine() -> Iterator[tuple[str, Finding]]:
+    """All checks by their names, one after the other. One that fails in a way nobody thought of is a finding too."""
     for name, check in CHECKS.items():
         try:
-            level, found, *advice = check()
+            yield name, check()
         except Exception as error:
-            level, found, advice = "bad", f"the check failed: {type(error).__name__}: {error}", []
-        yield Finding(name, level, found, *advice)
+            yield name, Finding("bad", f"the check failed: {type(error).__name__}: {error}")
 
 
-#: Level, sentence and, where there is any, advice.
-Told = tuple[Level, str] | tuple[Level, str, str]
-
-
-def versions() -> Told:
+def versions() -> Finding:
     """What is installed. Only Pillow and pyzmq are imported, torch may take seconds."""
     import zmq
     from PIL import features
@@ -96,15 +89,15 @@ def versions() -> Told:
     )
     if not features.check_feature("libjpeg_turbo"):
         advice = "install Pillow from a wheel, pip install --force-reinstall pillow; its own build of libjpeg is slow"
-        return "warn", f"{said}; Pillow has no libjpeg-turbo", advice
-    return "ok", said
+        return Finding("warn", f"{said}; Pillow has no libjpeg-turbo", advice)
+    return Finding("ok", said)
 
 
-def gpu(look: Callable[[], Gpus] = gpus.look) -> Told:
+def gpu(look: Callable[[], Gpus] = gpus.look) -> Finding:
     """GPUs, and who uses them."""
     there = look()
     if there.trouble:
-        return "warn", f"no GPU: {there.trouble}", _NO_GPU
+        return Finding("warn", f"no GPU: {there.trouble}", _NO_GPU)
     named = "; ".join(
         f"GPU {gpu.number} {gpu.name}, {gpu.free >> 20} of {gpu.total >> 20} MiB free"
         f"{f', used by {gpu.busy}' if gpu.busy else ''}"
@@ -112,30 +105,28 @@ def gpu(look: Callable[[], Gpus] = gpus.look) -> Told:
     )
     said = f"driver {there.driver}, CUDA {'.'.join(map(str, there.cuda))}: {named}"
     if all(gpu.busy for gpu in there.found):
-        return "warn", said, "`backend: auto` leaves GPUs alone that others use: name those to share in workers.devices"
-    return "ok", said
+        return Finding(
+            "warn", said, "`backend: auto` leaves GPUs alone that others use: name those to share in workers.devices"
+        )
+    return Finding("ok", said)
 
 
 def dali(
     look: Callable[[], Gpus] = gpus.look,
     installed: Callable[[], list[Dali]] = machine.dali,
     attempt: Callable[[str, Options], trial.Trial] = trial.run,
-) -> Told:
+) -> Finding:
     """Whether DALI renders a picture, in a process of its own."""
     there, found = look(), installed()
     if not found:
-        level: Level = "ok" if there.trouble else "warn"
-        return (
-            level,
-            "NVIDIA DALI is not installed",
-            "with a GPU: pip install 'headrace[dali]'" if level == "warn" else "",
-        )
+        missing = "NVIDIA DALI is not installed"
+        return Finding("ok", missing) if there.trouble else Finding("warn", missing, "pip install 'headrace[dali]'")
     named = " and ".join(f"{dali.package} {dali.version}" for dali in found)
     if len(found) > 1:
         advice = f"pip uninstall {' '.join(dali.package for dali in found)}, then install one of them again"
-        return "warn", f"{named} are installed and overwrite each other's files", advice
+        return Finding("warn", f"{named} are installed and overwrite each other's files", advice)
     if not there.trouble and there.cuda < found[0].cuda:
-        return "warn", *machine.too_old(there, found[0])
+        return Finding("warn", machine.too_old(there, found[0]))
     ways = [("dali-gpu", gpu.number) for gpu in there.found if not gpu.busy] or [("dali-cpu", 0)]
     worked: list[str] = []
     failed: list[str] = []
@@ -145,11 +136,11 @@ def dali(
         (failed if done.trouble else worked).append(f"{where}: {done.trouble or done.render_id}")
     if failed:
         advice = "`backend: auto` goes without; install headrace[dali] again, and look at what the driver says in dmesg"
-        return "warn", f"{named} does not work {'; '.join(failed)}", advice
-    return "ok", f"{named} works {'; '.join(worked)}"
+        return Finding("warn", f"{named} does not work {'; '.join(failed)}", advice)
+    return Finding("ok", f"{named} works {'; '.join(worked)}")
 
 
-def locking(limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]) -> Told:
+def locking(limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]) -> Finding:
     """Whether memory can be locked, which copies from a GPU are faster into."""
     allowed = limit()
     shown = "any amount" if allowed == resource.RLIM_INFINITY else f"{allowed >> 10} KiB"
@@ -157,19 +148,21 @@ def locking(limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMI
         advice = (
             "raise it where GPUs render: ulimit -l unlimited, LimitMEMLOCK=infinity, docker run --ulimit memlock=-1"
         )
-        return "warn", f"{_LOCKED >> 20} MiB of memory cannot be locked ({error}); the limit is {shown}", advice
-    return "ok", f"memory can be locked; the limit is {shown}"
+        return Finding(
+            "warn", f"{_LOCKED >> 20} MiB of memory cannot be locked ({error}); the limit is {shown}", advice
+        )
+    return Finding("ok", f"memory can be locked; the limit is {shown}")
 
 
-def sockets(folder: Callable[[], Path] = private_folder) -> Told:
+def sockets(folder: Callable[[], Path] = private_folder) -> Finding:
     """Whether private daemons can listen."""
     try:
         place = folder()
     except ConfigError as error:
-        return "bad", str(error), "set XDG_RUNTIME_DIR to a folder of yours with mode 0700"
+        return Finding("bad", str(error), "set XDG_RUNTIME_DIR to a folder of yours with mode 0700")
     if (length := len(os.fsencode(place)) + _SOCKET_NAME) > LONGEST_PATH:
         advice = "set XDG_RUNTIME_DIR or TMPDIR to a shorter path"
-        return (
+        return Finding(
             "bad",
             f"{place}: a socket in it has a path of {length} bytes, at most {LONGEST_PATH} are possible",
             advice,
@@ -184,13 +177,13 @@ def sockets(folder: Callable[[], Path] = private_folder) -> Told:
                 os.close(at)
     except OSError as error:
         advice = "set XDG_RUNTIME_DIR to a folder on a local disk or in memory"
-        return "bad", f"no socket can be bound in {place}: {error.strerror}", advice
+        return Finding("bad", f"no socket can be bound in {place}: {error.strerror}", advice)
     if (left := _space(place)) < _SOCKETS:
-        return "warn", f"{place} has {left >> 10} KiB of free space", "make room there"
-    return "ok", f"sockets can be bound in {place}"
+        return Finding("warn", f"{place} has {left >> 10} KiB of free space", "make room there")
+    return Finding("ok", f"sockets can be bound in {place}")
 
 
-def memory(left: Callable[[], int] = ring_size.available_bytes, workers: int | None = None) -> Told:
+def memory(left: Callable[[], int] = ring_size.available_bytes, workers: int | None = None) -> Finding:
     """Whether a default ring has room."""
     count = workers or cpus.worker_count("auto", private=False)
     free, group = left(), cgroup.memory_left()
@@ -198,30 +191,34 @@ def memory(left: Callable[[], int] = ring_size.available_bytes, workers: int | N
     try:
         slots = ring_size.slots("any", None, ring_size.Need(_CHUNK, count, 1 << 40, 1), free, free)
     except ConfigError as error:
-        return "bad", f"{by} {free / _GIB:.2f} GiB: {error}", "give it more memory, or set workers.processes to less"
+        return Finding(
+            "bad", f"{by} {free / _GIB:.2f} GiB: {error}", "give it more memory, or set workers.processes to less"
+        )
     said = f"{by} {free / _GIB:.1f} GiB; a quarter of it holds {slots} chunks of 32 pictures of 224x224"
     if slots < _ROOMY * (count + 1):
-        return "warn", said, f"{count} workers want {_ROOMY * (count + 1)}: set `memory`, or workers.processes to less"
-    return "ok", said
+        return Finding(
+            "warn", said, f"{count} workers want {_ROOMY * (count + 1)}: set `memory`, or workers.processes to less"
+        )
+    return Finding("ok", said)
 
 
-def files(limits: Callable[[], tuple[int, int]] = lambda: resource.getrlimit(resource.RLIMIT_NOFILE)) -> Told:
+def files(limits: Callable[[], tuple[int, int]] = lambda: resource.getrlimit(resource.RLIMIT_NOFILE)) -> Finding:
     """Whether a daemon, which raises its limit as far as it may, has descriptors for clients."""
     hard = limits()[1]
     said = f"a process may have {'any number of' if hard == resource.RLIM_INFINITY else hard} descriptors"
     if hard != resource.RLIM_INFINITY and hard < _MANY_FILES:
-        return (
+        return Finding(
             "bad" if hard < _FEW_FILES else "warn",
             said,
             f"raise the hard limit, ulimit -Hn, to {_MANY_FILES} or more",
         )
-    return "ok", said
+    return Finding("ok", said)
 
 
 def cores(
     affinity: Callable[[], int] = lambda: len(os.sched_getaffinity(0)),
     quota: Callable[[], float | None] = cgroup.cpu_quota,
-) -> Told:
+) -> Finding:
     """How many cores there are for workers beside a trainer."""
     may, share = affinity(), quota()
     said = f"{may} of {os.cpu_count()} CPUs may be used"
@@ -229,15 +226,15 @@ def cores(
         said += f", and {share:g} of their time by the cgroup's quota"
     usable = may if share is None else min(may, share)
     if usable < 2:
-        return (
+        return Finding(
             "warn",
             said,
             "a trainer and its worker share one: give them more, or serve from another machine over tcp",
         )
-    return "ok", f"{said}; a private daemon leaves the trainer one of them"
+    return Finding("ok", f"{said}; a private daemon leaves the trainer one of them")
 
 
-def cache(folder: Callable[[], Path] = cache_home) -> Told:
+def cache(folder: Callable[[], Path] = cache_home) -> Finding:
     """Whether indexes can be kept."""
     place = folder()
     advice = (
@@ -249,25 +246,25 @@ def cache(folder: Callable[[], Path] = cache_home) -> Told:
             file.write(b"\0" * mmap.PAGESIZE)
             file.flush()
     except OSError as error:
-        return "warn", f"nothing can be written to {place}: {error.strerror}", advice
+        return Finding("warn", f"nothing can be written to {place}: {error.strerror}", advice)
     if (left := _space(place)) < _CACHE:
-        return "warn", f"{place} has {left >> 20} MiB of free space", "make room there, or set cache_dir"
-    return "ok", f"{place} can be written and has {left / _GIB:.0f} GiB of free space"
+        return Finding("warn", f"{place} has {left >> 20} MiB of free space", "make room there, or set cache_dir")
+    return Finding("ok", f"{place} can be written and has {left / _GIB:.0f} GiB of free space")
 
 
-def kernel() -> Told:
+def kernel() -> Finding:
     """What the daemon and its clients share memory and watch each other by."""
     for what, attempt in (("a memfd, sealed and opened read-only", _memfd), ("a pidfd", _pidfd)):
         try:
             attempt()
         except (OSError, AttributeError) as error:
             advice = "Linux 5.3 or newer is needed, with /proc mounted and no sandbox that forbids it"
-            return "bad", f"Linux {platform.release()} does not give {what}: {error}", advice
-    return "ok", f"Linux {platform.release()}: memfd and pidfd work"
+            return Finding("bad", f"Linux {platform.release()} does not give {what}: {error}", advice)
+    return Finding("ok", f"Linux {platform.release()}: memfd and pidfd work")
 
 
 #: In the order in which they are shown.
-CHECKS: dict[str, Callable[[], Told]] = {
+CHECKS: dict[str, Callable[[], Finding]] = {
     "versions": versions,
     "kernel": kernel,
     "cores": cores,

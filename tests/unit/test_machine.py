@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.pipeline import gpus, machine, trial
+from headrace.pipeline import backend, gpus, machine, trial
 from headrace.pipeline.backend import BackendFailed, Options
 from headrace.pipeline.gpus import Gpu, Gpus
 from headrace.pipeline.machine import Choice, Dali, choose, make, prove
@@ -79,9 +79,9 @@ def test_auto_is_every_gpu_that_works_and_that_nobody_uses(here: Here) -> None:
 
 def test_a_gpu_that_is_used_is_taken_when_it_is_named(here: Here) -> None:
     here.has(FREE, IN_USE)
-    for backend in ("auto", "dali-gpu"):
-        assert choose(Workers(backend=backend, devices=[1])).devices == (1,)
-        assert choose(Workers(backend=backend, devices=[1, 0])).devices == (0, 1)
+    for name in ("auto", "dali-gpu"):
+        assert choose(Workers(backend=name, devices=[1])).devices == (1,)
+        assert choose(Workers(backend=name, devices=[1, 0])).devices == (0, 1)
     assert choose(Workers(backend="dali-gpu")).devices == (0,)
 
 
@@ -97,10 +97,10 @@ def test_a_gpu_that_fails_its_trial_is_left_out_with_the_reason(here: Here) -> N
     assert re.search("dali-gpu cannot run here: GPU 0 .* SIGSEGV; GPU 5 .* did not end", refused(backend="dali-gpu"))
 
 
-@pytest.mark.parametrize("backend", ["auto", "dali-gpu"])
-def test_a_device_that_is_not_there_is_an_error_that_names_those_that_are(here: Here, backend: str) -> None:
+@pytest.mark.parametrize("name", ["auto", "dali-gpu"])
+def test_a_device_that_is_not_there_is_an_error_that_names_those_that_are(here: Here, name: str) -> None:
     here.has(FREE, IN_USE)
-    said = refused(backend=backend, devices=[0, 7])
+    said = refused(backend=name, devices=[0, 7])
     assert said == "workers.devices: there is no GPU 7; there is 0 (NVIDIA Test), 1 (NVIDIA Test)"
 
 
@@ -114,8 +114,8 @@ def test_a_named_backend_that_cannot_run_says_why_and_what_to_do(here: Here) -> 
     assert "is used by process" in refused(backend="dali-gpu")
     here.has(FREE)
     here.dali = []
-    for backend in ("dali-gpu", "dali-cpu"):
-        assert f"{backend} cannot run here: NVIDIA DALI is not installed: pip inst" in refused(backend=backend)
+    for name in ("dali-gpu", "dali-cpu"):
+        assert f"{name} cannot run here: NVIDIA DALI is not installed: pip inst" in refused(backend=name)
     assert choose(Workers()).why[0].startswith("NVIDIA DALI is not installed")
     assert here.tried == []
 
@@ -161,7 +161,7 @@ def test_a_program_that_renders_by_itself_gets_the_first_device(here: Here, monk
         asked.append((name, options))
         raise BackendFailed("out of memory")
 
-    monkeypatch.setattr(machine.backend, "make", made)
+    monkeypatch.setattr(backend, "make", made)
     here.has(IN_USE, FREE)
     with pytest.raises(ConfigError, match="dali-gpu cannot run here: out of memory"):
         make(Workers(devices=[0, 1], hw_decoder_load=1))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.pipeline import trial
 from headrace.pipeline.backend import BACKENDS, BackendFailed, Options, make
 from headrace.pipeline.trial import Running, Trial, render, run
 
@@ -81,7 +80,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         def other(command: list[str], **options: Any) -> Any:
             return start([command[0], "-I", "-S", "-c", program], **options)
 
-        monkeypatch.setattr(trial.subprocess, "Popen", other)
+        monkeypatch.setattr(subprocess, "Popen", other)
 
     return runs
 
