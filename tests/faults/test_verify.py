@@ -63,11 +63,10 @@ class Command:
         return self._err.read_text()
 
 
-def write(home: Path, folder: Path, *, backend: str = "pillow", **more: Any) -> Path:
+def write(home: Path, folder: Path, *, backend: str = "pillow", workers: int = 2, **more: Any) -> Path:
     file = home / "headrace.yaml"
     streams = {"train": stream(folder, size=64, **more)}
-    workers = {"processes": 2, "backend": backend}
-    file.write_text(yaml.safe_dump({"workers": workers, "streams": streams}))
+    file.write_text(yaml.safe_dump({"workers": {"processes": workers, "backend": backend}, "streams": streams}))
     return file
 
 
@@ -169,20 +168,20 @@ def interrupted(config: Path, home: Path, chunks: int = 3) -> int:
 
 
 def test_who_wants_to_start_anew_does_and_so_does_who_changed_what_decides(large: Path, home: Path) -> None:
-    config = write(home, large)
+    config = write(home, large, workers=1)
     interrupted(config, home)
     again = Command(config, "--restart")
     assert again.end() == 1
     assert "goes on" not in again.log and len(again.list) == 6
 
     interrupted(config, home)
-    limited = Command(write(home, large, decode={"max_file_bytes": 10}))
+    limited = Command(write(home, large, workers=1, decode={"max_file_bytes": 10}))
     assert limited.end() == 1
     assert "goes on" not in limited.log and len(limited.list) == 1 + MANY
 
 
 def test_a_file_that_changed_after_it_was_judged_is_judged_again(large: Path, home: Path) -> None:
-    config = write(home, large)
+    config = write(home, large, workers=1)
     interrupted(config, home)
     bad = sorted(large.glob("*/*"))[0]
     folder = bad.parent.stat()
@@ -192,7 +191,7 @@ def test_a_file_that_changed_after_it_was_judged_is_judged_again(large: Path, ho
 
 
 def test_a_file_that_was_replaced_and_indexed_again_is_judged_again(large: Path, home: Path) -> None:
-    config = write(home, large)
+    config = write(home, large, workers=1)
     interrupted(config, home)
     bad, good = sorted(large.glob("*/*"))[:1][0], sorted(large.glob("*/*"))[5]
     data = good.read_bytes()
@@ -206,7 +205,7 @@ def test_a_file_that_was_replaced_and_indexed_again_is_judged_again(large: Path,
 
 
 def test_the_second_of_two_is_told(large: Path, home: Path) -> None:
-    config = write(home, large)
+    config = write(home, large, workers=1)
     first = Command(config)
     until(lambda: judged(home) >= 1, "a chunk to be judged")
     with pytest.raises(Taken, match="stream train: another `headrace verify` is at work on it"):
@@ -217,7 +216,7 @@ def test_the_second_of_two_is_told(large: Path, home: Path) -> None:
 
 def test_without_a_cache_that_can_be_written_it_runs_and_says_that_it_starts_anew(large: Path, home: Path) -> None:
     (home / "file").write_text("")
-    config = write(home, large)
+    config = write(home, large, workers=1)
     config.write_text(config.read_text() + f"cache_dir: {home}/file/cache\n")
     run = Command(config)
     assert run.end() == 1

@@ -49,7 +49,7 @@ def rows(text: str) -> Rows:
 
 def write(home: Path, streams: dict[str, Any], name: str = "headrace", **more: Any) -> Path:
     file = home / f"{name}.yaml"
-    file.write_text(yaml.safe_dump({"workers": {"processes": 2}, "streams": streams, **more}, sort_keys=False))
+    file.write_text(yaml.safe_dump({"workers": {"processes": 1}, "streams": streams, **more}, sort_keys=False))
     return file
 
 
