@@ -29,11 +29,15 @@ class Options:
         threads: that decode at once.
         hw_decoder_load: share of a batch that the GPU's JPEG engine takes, 0 to 1. Strictly between, which pictures it
             takes depends on their batch, and so does how they look.
+        batch: pictures that are worked on at once, at most, by a backend that does that.
+        batch_pixels: of these, decoded as a whole, if they are several.
     """
 
     device: int = 0
     threads: int = 1
     hw_decoder_load: float = 0.0
+    batch: int = 8
+    batch_pixels: int = 1 << 24
 
 
 class Backend(Protocol):
@@ -111,27 +115,14 @@ BACKENDS: dict[str, Callable[[Options], Backend]] = {
     "fake": _fake,
 }
 
-AUTO = "auto"
 
-
-def resolve(name: str) -> str:
-    """The backend that `name` means here: itself, or what "auto" chooses.
+def make(name: str, options: Options = Options()) -> Backend:
+    """A new backend. What "auto" is, says `headrace.pipeline.machine`.
 
     Raises:
         ValueError: there is no such backend; names those there are.
-    """
-    if name == AUTO:
-        return "pillow"
-    if name not in BACKENDS:
-        raise ValueError(f"backend: {name!r} is not one of {', '.join([AUTO, *BACKENDS])}")
-    return name
-
-
-def make(name: str, options: Options = Options()) -> Backend:
-    """A new backend.
-
-    Raises:
-        ValueError: as `resolve`.
         BackendFailed: it does not work here.
     """
-    return BACKENDS[resolve(name)](options)
+    if name not in BACKENDS:
+        raise ValueError(f"backend: {name!r} is not one of {', '.join(BACKENDS)}")
+    return BACKENDS[name](options)

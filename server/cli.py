@@ -140,28 +140,34 @@ def check(
     """Validate the configuration, list its data sets, and say what would run and why."""
     from headrace.pipeline import machine
     from headrace.pipeline.spec import Config
-    from headrace.workers.cpus import usable_cpus, worker_count
+    from headrace.workers.cpus import usable_cpus
+    from headrace.workers.crew import crew
 
     loaded = Config.load(config)
     chosen = machine.prove(loaded.workers)
-    count = worker_count(loaded.workers.processes, private=False)
+    team = crew(loaded.workers, private=False, chosen=chosen)
     _out(
         f"backend: {loaded.workers.backend} runs as {chosen.render_id}",
         *(f"  {why}" for why in chosen.why),
-        *(f"  GPU {device}: {loaded.workers.gpu_memory >> 20} MiB of its memory at most" for device in chosen.devices),
-        f"workers: {count} ({usable_cpus()} CPUs may be used)",
+        *(
+            f"GPU {device}: a worker with {team.threads} threads, {team.in_flight} chunks at once and at most "
+            f"{team.gpu_memory >> 20} MiB of its memory"
+            for device in team.devices
+        ),
+        f"workers: {team.processes} ({usable_cpus()} CPUs may be used)"
+        f"{', which take over where no GPU works any more' if team.devices else ''}",
         f"cache: {loaded.cache_folder}",
     )
     status = 0
     for name in loaded.streams:
         try:
-            _out(*_checked(loaded, name, count, reindex=reindex))
+            _out(*_checked(loaded, name, team.chunks, reindex=reindex))
         except DatasetError as error:  # the others may be no good either, and each may take long to list
             status = _complain(error, 1)
     return status
 
 
-def _checked(config: Config, name: str, workers: int, *, reindex: bool) -> list[str]:
+def _checked(config: Config, name: str, in_flight: int, *, reindex: bool) -> list[str]:
     """What there is to say about a stream."""
     from headrace.pipeline.dataset import open_index
     from headrace.pipeline.index import shown
@@ -174,7 +180,7 @@ def _checked(config: Config, name: str, workers: int, *, reindex: bool) -> list[
     with contextlib.closing(index):
         layout = stream.layout(index)
         chunks = layout.chunks(len(index))
-        need = ring_size.Need(layout, workers, chunks, len(config.streams))
+        need = ring_size.Need(layout, in_flight, chunks, len(config.streams))
         left = ring_size.available_bytes()
         slots = ring_size.slots(name, config.memory, need, left, left)
         prints = stream.fingerprints(index.data_fingerprint)

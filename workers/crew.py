@@ -6,7 +6,7 @@ import json
 import logging
 from dataclasses import dataclass
 
-from headrace.pipeline.machine import choose
+from headrace.pipeline.machine import Choice, choose
 from headrace.pipeline.spec import Workers
 from headrace.workers.cpus import worker_count
 
@@ -50,6 +50,11 @@ class Crew:
         return self.processes + len(self.devices)
 
     @property
+    def chunks(self) -> int:
+        """That can be at the workers at once: when a device comes back, CPU workers still have theirs."""
+        return self.processes + self.in_flight * len(self.devices)
+
+    @property
     def cpu_backend(self) -> str:
         """With which a CPU worker begins."""
         return self.fallback or self.backend if self.devices else self.backend
@@ -66,17 +71,19 @@ class Crew:
         return json.dumps(told)
 
 
-def crew(workers: Workers, *, private: bool) -> Crew:
+def crew(workers: Workers, *, private: bool, chosen: Choice | None = None) -> Crew:
     """Who renders by this configuration, on this machine.
 
     Args:
         private: the trainer runs on the same CPUs.
+        chosen: what was chosen already.
 
     Raises:
         ConfigError: what is named cannot run here.
     """
-    chosen = choose(workers)
-    log.info("%s renders: %s", chosen.backend, "; ".join(chosen.why))
+    if chosen is None:
+        chosen = choose(workers)
+        log.info("%s renders: %s", chosen.backend, "; ".join(chosen.why))
     processes = worker_count(workers.processes, private=private)
     threads = workers.threads
     if not isinstance(threads, int):

@@ -166,8 +166,8 @@ class Supervisor:
 
     @property
     def in_flight(self) -> int:
-        """Chunks that can be at the workers at once: when a device comes back, CPU workers still have theirs."""
-        return self.crew.processes + self.crew.in_flight * len(self.crew.devices)
+        """Chunks that can be at the workers at once."""
+        return self.crew.chunks
 
     @property
     def pids(self) -> list[int]:
