@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ Stage = Literal["read", "probe", "decode", "worker"]
 MAX_LENGTH = 1 << 24
 
 _ORIENTATION = 0x0112
+
+_SETTINGS = threading.Lock()
 
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # a worker is one of as many as there are cores
 
@@ -154,10 +157,10 @@ def pillow_quiet(max_pixels: int) -> Iterator[None]:
     """Pillow without warnings, and its own limit on pixels out of the way of ours.
 
     A verdict must not depend on somebody's warning filters, nor on what was warned of before. Both settings are the
-    process's: not for several threads at once.
+    process's, so of several threads one at a time is in here.
     """
-    limit = Image.MAX_IMAGE_PIXELS
-    with warnings.catch_warnings():
+    with _SETTINGS, warnings.catch_warnings():
+        limit = Image.MAX_IMAGE_PIXELS
         warnings.simplefilter("ignore")
         Image.MAX_IMAGE_PIXELS = max_pixels / 2  # type: ignore[assignment]  # it warns from there on, refuses at twice
         try:

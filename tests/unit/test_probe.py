@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,31 @@ def test_the_settings_of_pillow_and_of_warnings_are_as_before() -> None:
     before = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
     look(encode(noise(8, 8)))
     refused(b"")
+    assert (Image.MAX_IMAGE_PIXELS, list(warnings.filters)) == before
+
+
+def test_several_threads_come_to_the_verdicts_of_one_and_leave_the_settings_as_they_were() -> None:
+    # Each limit lets the smaller picture through and not the larger one; under the limit of another thread, or with
+    # Pillow's own, verdicts or reasons would be others.
+    small, large = encode(noise(40, 40)), encode(noise(40, 50), "GIF")
+    cases = [(data, limit) for data in (small, large, _bad_tiff()) for limit in (800, 1600, 1999, 4000)]
+
+    def verdict(case: tuple[bytes, int]) -> str:
+        try:
+            return str(look(case[0], max_pixels=case[1]).width)
+        except BadPicture as bad:
+            return bad.reason
+
+    before = Image.MAX_IMAGE_PIXELS, list(warnings.filters)
+    alone = [verdict(case) for case in cases]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            together = list(threads.map(verdict, cases * 30))
+    finally:
+        sys.setswitchinterval(interval)
+    assert together == alone * 30
     assert (Image.MAX_IMAGE_PIXELS, list(warnings.filters)) == before
 
 
