@@ -15,6 +15,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -32,6 +33,7 @@ from headrace.pipeline import dali_colour, graph, jpeg
 from headrace.pipeline.backend import BackendFailed, Options
 from headrace.pipeline.colour import Step
 from headrace.pipeline.graph import Executor, Form
+from headrace.pipeline.paint import paint
 from headrace.pipeline.pillow import PillowBackend, decode
 from headrace.pipeline.probe import BadPicture, Picture
 from headrace.pipeline.transforms import Params
@@ -121,12 +123,11 @@ class DaliBackend:
         try:
             self._run(task, form, rows)
         except _Refused as refused:
-            suspects = _suspects(str(refused), rows)
-            for i in suspects:
-                if self._by_pillow(task, i):
-                    self._alone(task, i)
-            if rest := [i for i in rows if i not in suspects]:
-                self._batch(task, form, rest)
+            for part in _apart(rows, str(refused)):
+                if len(part) < len(rows):
+                    self._batch(task, form, part)
+                elif self._by_pillow(task, rows[0]):
+                    self._alone(task, rows[0])
 
     def _alone(self, task: _Task, i: int) -> None:
         """Have DALI render what Pillow found good, and has rendered; if it refuses, leave it at that."""
@@ -155,7 +156,8 @@ class DaliBackend:
         fed |= dali_colour.inputs(task.steps(rows)) if form.colour else {}
         images, *last = self._outputs(form, fed)
         for k, i in enumerate(rows):
-            task.out[i][...] = images[k]
+            steps = task.params.colour if self._cpu else ()
+            task.out[i][...] = paint(Image.fromarray(images[k]), steps, i) if steps else images[k]
         if last and not judged:
             for k, i in enumerate(rows):
                 self._judge(task, i, last[0][k].tobytes())
@@ -180,7 +182,8 @@ class DaliBackend:
             BackendFailed: the device has no memory, or is gone.
         """
         try:
-            outputs = self._pipeline(form).run(**fed)
+            with _silence() if self._cpu else nullcontext():
+                outputs = self._pipeline(form).run(**fed)
             return [output.as_cpu().as_array() for output in outputs]
         except (RuntimeError, MemoryError) as error:
             self._pipelines.pop(form, None)  # it is good for nothing after an error
@@ -250,11 +253,13 @@ def _doubtful(picture: Picture) -> bool:
     return not jpeg.closed(picture.data) or jpeg.missing_parts(picture.data) is not None
 
 
-def _suspects(text: str, rows: Rows) -> Rows:
-    """Whom DALI's words accuse; everybody if nobody."""
-    if (named := _CULPRIT.search(text)) and int(named[1]) < len(rows):
-        return [rows[int(named[1])]]
-    return rows
+def _apart(rows: Rows, text: str) -> list[Rows]:
+    """Where to look for what DALI refuses: in a row by itself, if there is just one or DALI's words accuse one."""
+    named = _CULPRIT.search(text)
+    if named is None or int(named[1]) >= len(rows):
+        return [[i] for i in rows]
+    culprit = rows[int(named[1])]
+    return [part for part in ([culprit], [i for i in rows if i != culprit]) if part]
 
 
 def _cut(rows: Rows, pixels: Sequence[int]) -> Iterator[Rows]:
@@ -269,6 +274,24 @@ def _cut(rows: Rows, pixels: Sequence[int]) -> Iterator[Rows]:
         total += more
     if batch:
         yield batch
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing gets to stderr: there libjpeg says a line for each oddity of a picture, which nobody could name."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # there is none
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _known() -> bytes:

@@ -132,8 +132,16 @@ def reducible(data: bytes) -> bool:
 
 
 def closed(data: bytes) -> bool:
-    """Whether the end of the picture is marked behind the data of its last scan."""
-    return any(marker == _EOI for marker, _, _ in _segments(data))
+    """Whether the picture's end is marked where its data end. Some decoders look no further than to the last row, and
+    take what others find there to be damage.
+    """
+    head = header(data)
+    if head.frame is None or not head.pixels:
+        return False
+    if head.planar or head.frame.progressive:
+        return any(marker == _EOI for marker, _, _ in _segments(data))
+    mark = _END_OF_SCAN.search(data, head.pixels)
+    return mark is not None and data[mark.start() + 1] == _EOI
 
 
 def missing_parts(data: bytes) -> str | None:
@@ -173,7 +181,7 @@ def _unfinished(data: bytes, frame: Frame) -> str | None:
     # The low bits of each coefficient that no scan has brought yet, at first all of them.
     owed = {(component, k): 8 for component in frame.components for k in range(64)}
     for marker, content, _ in _segments(data):
-        if marker == _SOS and len(content) >= 4 + 2 * content[0]:
+        if marker == _SOS and content and len(content) >= 4 + 2 * content[0]:
             first, last, bits = (content[-3], content[-2], content[-1] & 15) if frame.progressive else (0, 63, 0)
             for component in content[1:-3:2]:
                 owed.update(((component, k), bits) for k in range(first, min(last, 63) + 1))

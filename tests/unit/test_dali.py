@@ -1,0 +1,421 @@
+"""The backend on DALI's CPU operators: Pillow's verdicts, nearly its pixels, and these a function of content alone."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import kinds
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from pictures import encode, exif, noise, planar_jpeg, quadrants
+from PIL import Image
+
+from headrace.pipeline import dali, graph
+from headrace.pipeline.backend import Backend, BackendFailed, Options, make
+from headrace.pipeline.colour import Posterize
+from headrace.pipeline.probe import BadPicture, probe
+from headrace.pipeline.spec import Decode
+from headrace.pipeline.transforms import Params
+
+Pixels = NDArray[np.uint8]
+
+RGB, GREY = noise(61, 95), noise(61, 95, 1).convert("L")
+JPEGS = {
+    "4:4:4": encode(RGB, "JPEG", subsampling=0),
+    "4:2:2": encode(RGB, "JPEG", subsampling=1),
+    "4:2:0": encode(RGB, "JPEG", subsampling=2),
+    "4:1:1": encode(RGB, "JPEG", subsampling="4:1:1"),
+    "grey": encode(GREY, "JPEG"),
+    "progressive": encode(RGB, "JPEG", progressive=True),
+    "grey progressive": encode(GREY, "JPEG", progressive=True),
+    "restarts": encode(RGB, "JPEG", restart_marker_blocks=3),
+    "planar": b"".join(planar_jpeg(RGB)),
+    **{f"orientation {n}": encode(RGB, "JPEG", exif=exif(n)) for n in range(2, 9)},
+}
+#: DALI takes its header and refuses its pixels, and so does Pillow: the scan names a table that is not there.
+BROKEN = JPEGS["4:2:0"].replace(b"\xff\xda\0\x0c\3\1\0", b"\xff\xda\0\x0c\3\1\x33")
+
+
+@pytest.fixture
+def backend() -> Iterator[Backend]:
+    made = make("dali-cpu")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pillow() -> Backend:
+    return make("pillow")
+
+
+def params(box: Sequence[Sequence[float]], size: tuple[int, int] = (9, 14), **options: Any) -> Params:
+    n = len(box)
+    rows = {"mirror_x": np.zeros(n, np.bool_), "mirror_y": np.zeros(n, np.bool_), "interpolation": "bilinear"}
+    return Params(np.array(box, np.float64), size=size, **(rows | options))
+
+
+def windows(height: int, width: int, count: int, seed: int = 0, **options: Any) -> Params:
+    """Anywhere inside, most at whole pixels; among them all of it and its corners."""
+    rng = np.random.default_rng(seed)
+    low = rng.uniform(0, 1, (count, 2)) * [width - 1, height - 1]
+    high = low + np.maximum(1, rng.uniform(0, 1, (count, 2)) * ([width, height] - low))
+    box = np.concatenate([low, np.minimum(high, [width, height])], axis=1)
+    box[::4] = np.stack([*np.floor(box.T[:2]), *np.ceil(box.T[2:])], axis=1)[::4]
+    box[:3] = [0, 0, width, height], [0, 0, 1, 1], [width - 1, height - 1, width, height]
+    flags = rng.random((2, count)) < 0.5
+    return params(box.tolist(), mirror_x=flags[0], mirror_y=flags[1], **options)
+
+
+def render(
+    backend: Backend, files: Sequence[bytes], params: Params, *, whole: bool = False
+) -> tuple[Pixels, list[str | None], list[bool]]:
+    """Pixels, reasons of rejects, and which are whole from now on."""
+    pictures = [probe(data, Decode()) for data in files]
+    for picture in pictures:
+        picture.whole = whole
+    out = np.full((len(files), *params.size, 3), 77, np.uint8)
+    verdicts = backend.render(pictures, params, list(out), lambda now: None)
+    reasons = [verdict and verdict.reason for verdict in verdicts]
+    return out, reasons, [picture.whole for picture in pictures]
+
+
+def extent(data: bytes) -> tuple[int, int]:
+    picture = probe(data, Decode())
+    return picture.height, picture.width
+
+
+def full(files: Sequence[bytes], size: tuple[int, int] = (16, 24), **options: Any) -> Params:
+    sizes = [extent(data) for data in files]
+    return params([[0, 0, width, height] for height, width in sizes], size, **options)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos"])
+@pytest.mark.parametrize("kind", ["4:2:0", "grey", "orientation 6", "orientation 7"])
+def test_dali_cpu_parity_with_pillow(backend: Backend, pillow: Backend, kind: str, interpolation: str) -> None:
+    given = windows(*extent(JPEGS[kind]), 24, interpolation=interpolation)
+    files = [JPEGS[kind]] * len(given)
+    ours, theirs = (render(of, files, given)[0].astype(int) for of in (backend, pillow))
+    assert np.abs(ours - theirs).mean() < 0.3
+    assert np.quantile(np.abs(ours - theirs), 0.999) <= 4
+
+
+@pytest.mark.parametrize("kind", JPEGS)
+def test_dali_cpu_purity_a_part_decoded_alone_is_that_of_the_whole_to_the_bit(backend: Backend, kind: str) -> None:
+    files = [JPEGS[kind]] * 32
+    for interpolation in ("bilinear", "lanczos"):
+        given = windows(*extent(JPEGS[kind]), 32, interpolation=interpolation)
+        whole, reasons, found = render(backend, files, given)
+        assert reasons == [None] * 32 and all(found)
+        part, reasons, _ = render(backend, files, given, whole=True)
+        assert reasons == [None] * 32
+        np.testing.assert_array_equal(part, whole)
+
+
+def test_dali_cpu_purity_whoever_is_in_the_batch(backend: Backend) -> None:
+    files = [*JPEGS.values()]
+    given = full(files)
+    together = render(backend, files, given)[0]
+    for i, data in enumerate(files):
+        rows = np.array([i])
+        np.testing.assert_array_equal(render(backend, [data], given.take(rows))[0][0], together[i])
+    order = np.random.default_rng(0).permutation(len(files))
+    mixed = render(backend, [files[i] for i in order], given.take(order))[0]
+    np.testing.assert_array_equal(mixed, together[order])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_dali_refuses_costs_nobody_else_a_bit(backend: Backend, whole: bool) -> None:
+    files = [*JPEGS.values()][:9]
+    good = render(backend, files, full(files), whole=whole)[0]
+    for bad in ([0], [8], [3, 4], [0, 1, 2, 5, 8]):
+        spoilt = [BROKEN if i in bad else data for i, data in enumerate(files)]
+        pixels, reasons, _ = render(backend, spoilt, full(spoilt), whole=whole)
+        for i in range(len(files)):
+            if i in bad:
+                assert reasons[i] == "JPEG: broken data stream when reading image file" and not pixels[i].any()
+            else:
+                assert reasons[i] is None
+                np.testing.assert_array_equal(pixels[i], good[i])
+
+
+def test_who_is_worked_on_is_always_said_before(backend: Backend) -> None:
+    files = [JPEGS["4:2:0"], kinds.jpeg()[:-30], encode(RGB), BROKEN, *[JPEGS["4:4:4"]] * 20]
+    pictures, out = [probe(data, Decode()) for data in files], np.full((len(files), 16, 24, 3), 77, np.uint8)
+    begun: set[int] = set()
+
+    def begin(now: Sequence[int]) -> None:
+        assert {i for i, pixels in enumerate(out) if (pixels != 77).any()} <= begun
+        assert 0 < len(now) <= 8
+        begun.update(now)
+
+    backend.render(pictures, full(files), list(out), begin)
+    assert begun == set(range(len(files)))
+
+
+def test_nothing_is_printed_about_damaged_pictures(backend: Backend, capfd: pytest.CaptureFixture[str]) -> None:
+    files = [BROKEN, JPEGS["4:2:0"][:-200] + b"\xff\xd9", JPEGS["4:2:0"][:-2]]
+    _, reasons, _ = render(backend, files, full(files))
+    assert None not in reasons
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_memory_of_many_refusals_is_given_back(backend: Backend) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    files = [JPEGS["4:2:0"], BROKEN]
+    for _ in range(10):
+        render(backend, files, full(files))
+    before = resident()
+    for _ in range(40):
+        render(backend, files, full(files))
+    assert resident() - before < 8 << 20
+
+
+def routed() -> dict[str, bytes]:
+    """Pictures that are Pillow's, whoever is asked."""
+    made = kinds.make()
+    names = [name for name, kind in made.items() if kind.colours is not None and kind.size[0] * kind.size[1] < 1 << 16]
+    theirs = [n for n in names if n.partition("/")[0] in ("inks", "png", "other") or "arithmetic" in n]
+    rgb = encode(Image.merge("YCbCr", quadrants().split()), "JPEG", quality=95, subsampling=0)
+    start = rgb.find(b"\xff\xdb")
+    adobe = b"\xff\xee\0\x0eAdobe\0\x64\0\0\0\0\0"
+    return {n: made[n].data for n in theirs} | {"jpeg/rgb.jpg": rgb[:2] + adobe + rgb[start:]}
+
+
+def test_what_is_no_usual_jpeg_is_pillows_to_the_bit(backend: Backend, pillow: Backend) -> None:
+    files = [*routed().values()]
+    ours, reasons, whole = render(backend, files, full(files))
+    np.testing.assert_array_equal(ours, render(pillow, files, full(files))[0])
+    assert not any(reasons) and not any(whole)
+
+
+def test_verdicts_are_pillows_on_files_of_every_kind_whole_or_by_a_window(backend: Backend, pillow: Backend) -> None:
+    files = {}
+    for name, kind in kinds.make().items():
+        try:
+            probe(kind.data, Decode())
+            files[name] = kind.data
+        except BadPicture:
+            pass
+    corner = params([[0, 0, 1, 1]] * len(files))
+    for given in (full([*files.values()]), corner):
+        ours, theirs = (render(of, [*files.values()], given) for of in (backend, pillow))
+        assert dict(zip(files, ours[1], strict=True)) == dict(zip(files, theirs[1], strict=True))
+        assert np.abs(ours[0].astype(int) - theirs[0]).mean() < 0.3
+
+
+def test_seeded_mutations_get_the_verdict_that_pillow_gives(backend: Backend, pillow: Backend) -> None:
+    files = [data for data in mutations(random.Random(7), 400) if is_opened(data)]
+    given = full(files, (8, 8))
+    ours, theirs = (render(of, files, given) for of in (backend, pillow))
+    assert ours[1] == theirs[1]
+    assert 50 < sum(reason is None for reason in ours[1]) < len(files) - 50
+    again = [i for i, whole in enumerate(ours[2]) if whole]
+    part, reasons, _ = render(backend, [files[i] for i in again], given.take(np.array(again)), whole=True)
+    assert not any(reasons)
+    np.testing.assert_array_equal(part, ours[0][again])
+
+
+def is_opened(data: bytes) -> bool:
+    try:
+        probe(data, Decode(max_pixels=1 << 20))
+        return True
+    except BadPicture:
+        return False
+
+
+def mutations(rng: random.Random, count: int) -> Iterator[bytes]:
+    """Damaged JPEGs of every kind."""
+    sources = [encode(noise(24, 40), "JPEG", **options) for options in JPEG_OPTIONS]
+    sources.append(b"".join(planar_jpeg(noise(24, 40))))
+    marks = b"\xff\xd8", b"\xff\xd9", b"\xff\xda", b"\xff\xc4", b"\xff\xd0", b"\xff\xd3", b"\xff\xfe", b"\xff\x80"
+    for _ in range(count):
+        data, other = bytearray(rng.choice(sources)), rng.choice(sources)
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            at = rng.randrange(2, len(data))
+            if rng.random() < 0.7:
+                at = rng.randrange(min(data.find(b"\xff\xda") % len(data), len(data) - 1), len(data))
+            match rng.randrange(8):
+                case 0:
+                    data[at] = rng.randrange(256)
+                case 1:
+                    data[at] ^= 1 << rng.randrange(8)
+                case 2:
+                    del data[at : at + rng.randrange(1, 40)]
+                case 3:
+                    data[at:at] = rng.choice(marks)
+                case 4:
+                    del data[at:]
+                    data += rng.choice((b"", b"\xff\xd9", other[rng.randrange(len(other)) :]))
+                case 5:
+                    data[at : at + 30] = bytes(30)
+                case 6:
+                    data[at:at] = other[rng.randrange(len(other)) :]
+                case 7:
+                    data[at:at] = rng.randbytes(rng.randrange(1, 20))
+            if len(data) < 64:
+                break
+        yield bytes(data)
+
+
+JPEG_OPTIONS: list[dict[str, Any]] = [
+    {"subsampling": 0},
+    {"subsampling": 2},
+    {"progressive": True, "subsampling": 2},
+    {"restart_marker_blocks": 2},
+    {"optimize": True, "quality": 40},
+]
+
+
+def test_what_pillow_takes_and_dali_refuses_keeps_pillows_pixels_in_any_company(
+    pillow: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, real = make("dali-cpu"), dali.DaliBackend._outputs
+
+    def refusing(self: Any, form: Any, fed: dict[str, Any]) -> Any:
+        for k, data in enumerate(fed["data"]):
+            if data.tobytes() == JPEGS["4:2:2"]:
+                raise dali._Refused(f"Failed to decode sample #{k} :")
+        return real(self, form, fed)
+
+    monkeypatch.setattr(dali.DaliBackend, "_outputs", refusing)
+    files = [JPEGS["4:4:4"], JPEGS["4:2:2"], JPEGS["4:2:0"]]
+    pixels, reasons, whole = render(ours, files, full(files))
+    assert reasons == [None] * 3 and whole == [True, False, True]
+    np.testing.assert_array_equal(pixels[1], render(pillow, files, full(files))[0][1])
+    np.testing.assert_array_equal(pixels[1], render(ours, files[1:2], full(files[1:2]))[0][0])
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["nvImageCodec failure: '#4'", "Failed to decode sample #17", "Unknown error", "Failed to decode sample #0"],
+)
+def test_whom_dali_does_not_name_is_found_nevertheless(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    ours, real = make("dali-cpu"), dali.DaliBackend._outputs
+
+    def vague(self: Any, form: Any, fed: dict[str, Any]) -> Any:
+        if any(data.tobytes() == BROKEN for data in fed["data"]):
+            raise dali._Refused(words)
+        return real(self, form, fed)
+
+    files = [JPEGS["4:4:4"], JPEGS["4:2:2"], BROKEN, JPEGS["4:2:0"]]
+    alone = [render(ours, [data], full([data]))[0][0] for data in files]
+    monkeypatch.setattr(dali.DaliBackend, "_outputs", vague)
+    pixels, reasons, _ = render(ours, files, full(files))
+    assert [reason is None for reason in reasons] == [True, True, False, True]
+    np.testing.assert_array_equal(pixels, alone)
+
+
+# -- DALI as a whole --------------------------------------------------------------------------------------------
+
+
+def failing(text: str) -> Callable[..., Any]:
+    def build(*args: object) -> Any:
+        raise RuntimeError(text)
+
+    return build
+
+
+def test_dali_that_cannot_be_imported_is_a_backend_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "headrace.pipeline.dali", None)
+    with pytest.raises(BackendFailed, match=r"DALI cannot be imported .*headrace\[dali\]"):
+        make("dali-cpu")
+
+
+def test_dali_that_refuses_a_good_picture_is_a_backend_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = make("dali-cpu")
+    monkeypatch.setattr(graph, "build", failing("an operator is missing"))
+    with pytest.raises(BackendFailed, match="known to be good.*an operator is missing"):
+        make("dali-cpu")
+    with pytest.raises(BackendFailed, match="known to be good.*an operator is missing"):
+        render(ours, [JPEGS["4:2:0"]], full([JPEGS["4:2:0"]]))
+
+
+def test_no_memory_is_no_verdict_on_a_picture(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "build", failing("CUDA driver API error CUDA_ERROR_OUT_OF_MEMORY"))
+    given = full([JPEGS["4:2:0"]], (5, 7))
+    with pytest.raises(BackendFailed, match="OUT_OF_MEMORY"):
+        render(backend, [JPEGS["4:2:0"]], given)
+
+
+def test_after_dali_failed_the_same_backend_renders_again(backend: Backend) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "build", failing("gone"))
+        with pytest.raises(BackendFailed):
+            render(backend, [JPEGS["4:2:0"]], full([JPEGS["4:2:0"]], (5, 8)))
+    assert render(backend, [JPEGS["4:2:0"]], full([JPEGS["4:2:0"]], (5, 8)))[1] == [None]
+
+
+def test_dali_gpu_bad_input_is_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "build", failing("Failed to load libcuda.so"))
+    with pytest.raises(BackendFailed, match="libcuda"):
+        make("dali-gpu", Options(device=0))
+
+
+# -- geometry ---------------------------------------------------------------------------------------------------
+
+
+def test_a_frame_is_pillows_to_the_pixel(backend: Backend, pillow: Backend) -> None:
+    boxes = [
+        [-20, -30, 115, 91],
+        [-40, 10, 60, 40],
+        [50, 20, 140, 70],
+        [0, 0, 95, 61],
+        [95, 0, 200, 61],
+        [-9, 61, 9, 99],
+    ]
+    for kind in ("4:2:0", "orientation 3", "orientation 8"):
+        files = [JPEGS[kind]] * len(boxes)
+        for flag in (False, True):
+            mirror = {"mirror_x": np.full(len(boxes), flag), "mirror_y": np.full(len(boxes), not flag)}
+            given = params(boxes, (16, 24), framed=True, fill=(1, 2, 3), **mirror)
+            ours, theirs = (render(of, files, given)[0].astype(int) for of in (backend, pillow))
+            np.testing.assert_array_equal((ours == [1, 2, 3]).all(axis=3), (theirs == [1, 2, 3]).all(axis=3))
+            assert np.abs(ours - theirs).mean() < 0.3
+
+
+def test_a_picture_of_which_nothing_shows_is_judged_all_the_same(backend: Backend) -> None:
+    files = [JPEGS["4:2:0"], JPEGS["4:2:0"][:-60]]
+    given = params([[200, 200, 300, 300]] * 2, framed=True, fill=(9, 8, 7))
+    pixels, reasons, _ = render(backend, files, given)
+    assert reasons[0] is None and "truncated" in str(reasons[1])
+    assert (pixels[0] == [9, 8, 7]).all() and not pixels[1].any()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 64), (64, 1), (4000, 3), (3, 4000)])
+@pytest.mark.parametrize("out", [(1, 1), (7, 5)])
+def test_pictures_of_odd_sizes_are_as_pillows(
+    backend: Backend, pillow: Backend, size: tuple[int, int], out: tuple[int, int]
+) -> None:
+    files = [encode(noise(*size), "JPEG", quality=95)]
+    ours, theirs = (render(of, files, full(files, out))[0].astype(int) for of in (backend, pillow))
+    # Where the filter leaves the picture Pillow weighs what there is, and DALI goes on with the last pixel.
+    assert np.abs(ours - theirs).max() <= 6
+
+
+def test_colours_are_painted_upright(backend: Backend) -> None:
+    files = [JPEGS["4:2:0"], JPEGS["orientation 6"]]
+    step = Posterize(np.array([0b11000000, 0b10000000], np.uint8))
+    plain, painted = (render(backend, files, full(files, colour=colour))[0] for colour in ((), (step,)))
+    np.testing.assert_array_equal(painted, plain & step.mask[:, None, None, None])
+
+
+def test_few_pipelines_are_kept_whatever_is_asked_for() -> None:
+    ours = make("dali-cpu")
+    assert isinstance(ours, dali.DaliBackend)
+    for side in range(1, 14):
+        render(ours, [JPEGS["grey"]], full([JPEGS["grey"]], (side, side)))
+    assert len(ours._pipelines) == dali._PIPELINES
+
+
+def test_a_batch_is_bounded_in_pictures_and_in_pixels() -> None:
+    assert [*dali._cut([*range(10)], [1] * 10)] == [[*range(8)], [8, 9]]
+    large = dali._BATCH_PIXELS // 2
+    assert [*dali._cut([3, 4, 5, 6], [large, large, 3 * large, 1])] == [[3, 4], [5], [6]]
+    assert [*dali._cut([], [])] == []
