@@ -2,24 +2,29 @@
 
 A library may be there and not load, load and not find its GPU, decode nonsense, crash or hang. So the trial is
 another process with a deadline, which renders a small picture by the backend and compares it with what Pillow makes
-of it. Nothing of it stays behind: no CUDA in the process that asks, no memory on the GPU.
+of it. Nothing of it stays behind: no CUDA in the process that asks, no memory on the GPU. Page-locking, which a worker
+of a GPU does beside, is tried in the same way, under the name "page-locking".
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
+import mmap
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from headrace.pipeline import gpus
+from headrace.pipeline import cuda, gpus
 from headrace.pipeline.backend import BACKENDS, Backend, BackendFailed, Options, make
 from headrace.pipeline.probe import probe
 from headrace.pipeline.spec import Decode
@@ -33,6 +38,9 @@ _SIZE = 32  # of the picture that comes out, which goes in larger
 #: not decoded, or not resized, is dozens away.
 _TOLERANCE = 3.0
 _DEFAULTS = Options()
+#: The name by which page-locking is tried, and bytes for it.
+PAGE_LOCKING = "page-locking"
+_LOCKED = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,24 @@ def render(name: str, options: Options) -> Trial:
         return Trial(trouble=str(error))
 
 
+def lock(device: int, load: Callable[[str], Any] = ctypes.CDLL) -> Trial:
+    """Page-lock some memory for a GPU, in this process.
+
+    Args:
+        load: as of `headrace.pipeline.cuda.Device`.
+    """
+    with mmap.mmap(-1, _LOCKED) as memory:
+        start = ctypes.c_char.from_buffer(memory)
+        try:
+            with closing(cuda.Device(device, load)) as gpu:
+                gpu.lock(ctypes.addressof(start), _LOCKED)
+        except cuda.CudaError as error:
+            return Trial(trouble=str(error))
+        finally:
+            del start  # or the mapping could not be closed
+    return Trial()
+
+
 def _rendered(backend: Backend) -> NDArray[np.int16]:
     """What a backend makes of a colour gradient in a JPEG."""
     y, x = np.mgrid[0:80, 0:96].astype(np.uint8)
@@ -128,7 +154,8 @@ def main(argv: list[str]) -> int:
     name, device, load, timeout = argv[1:]
     signal.alarm(max(1, int(float(timeout))))  # whatever it waits for, and whoever has forgotten it
     gpus.count_by_bus()
-    done = render(name, Options(device=int(device), hw_decoder_load=float(load)))
+    options = Options(device=int(device), hw_decoder_load=float(load))
+    done = lock(options.device) if name == PAGE_LOCKING else render(name, options)
     print(json.dumps(asdict(done)))  # noqa: T201
     return 0
 

@@ -140,8 +140,12 @@ def dali(
     return Finding("ok", f"{named} works {'; '.join(worked)}")
 
 
-def locking(limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]) -> Finding:
-    """Whether memory can be locked, which copies from a GPU are faster into."""
+def locking(
+    limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+    look: Callable[[], Gpus] = gpus.look,
+    attempt: Callable[[str, Options], trial.Trial] = trial.run,
+) -> Finding:
+    """Whether memory can be locked, which copies from a GPU are faster into: by the kernel, and by the driver."""
     allowed = limit()
     shown = "any amount" if allowed == resource.RLIM_INFINITY else f"{allowed >> 10} KiB"
     if error := _lock(_LOCKED):
@@ -151,6 +155,10 @@ def locking(limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMI
         return Finding(
             "warn", f"{_LOCKED >> 20} MiB of memory cannot be locked ({error}); the limit is {shown}", advice
         )
+    for gpu in (gpu for gpu in look().found if not gpu.busy):
+        if trouble := attempt(trial.PAGE_LOCKING, Options(device=gpu.number)).trouble:
+            advice = "copies from this GPU are slower without; look at what the driver says in dmesg"
+            return Finding("warn", f"memory cannot be page-locked for GPU {gpu.number}: {trouble}", advice)
     return Finding("ok", f"memory can be locked; the limit is {shown}")
 
 

@@ -216,12 +216,26 @@ def test_locking_is_tried_and_says_the_limit(monkeypatch: pytest.MonkeyPatch) ->
     assert doctor.locking(lambda: 64 << 10) == Finding("ok", "memory can be locked; the limit is 64 KiB")
     assert "any amount" in doctor.locking(lambda: resource.RLIM_INFINITY).found
     monkeypatch.setattr(doctor, "_lock", lambda nbytes: "Cannot allocate memory")
-    told = doctor.locking(lambda: 0)
+    told = doctor.locking(lambda: 0, raising(AssertionError()))
     assert (
         told.level == "warn"
         and "(Cannot allocate memory); the limit is 0 KiB" in told.found
         and "ulimit -l" in told.advice
     )
+
+
+def test_page_locking_is_tried_for_every_gpu_that_nobody_uses() -> None:
+    tried: list[tuple[str, int]] = []
+
+    def attempt(name: str, options: Options) -> Trial:
+        tried.append((name, options.device))
+        return Trial(trouble="operation not supported (801)" if options.device == 2 else "")
+
+    third = Gpu(2, "NVIDIA Test", 80 * GIB, 79 * GIB)
+    assert doctor.locking(lambda: GIB, lambda: gpus(FREE, IN_USE), attempt).level == "ok"
+    told = doctor.locking(lambda: GIB, lambda: gpus(FREE, third), attempt)
+    assert (told.level, told.found) == ("warn", "memory cannot be page-locked for GPU 2: operation not supported (801)")
+    assert tried == [("page-locking", 0), ("page-locking", 0), ("page-locking", 2)]
 
 
 def test_locking_more_than_a_process_may_is_refused_by_the_kernel() -> None:

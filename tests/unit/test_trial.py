@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.pipeline.backend import BACKENDS, BackendFailed, Options, make
-from headrace.pipeline.trial import Running, Trial, render, run
+from headrace.pipeline.trial import Running, Trial, lock, render, run
 
 HERE = Options()
 
@@ -68,6 +68,38 @@ def test_a_backend_that_cannot_be_made_or_refuses_a_good_picture_says_why(monkey
 def test_dali_on_the_cpu_is_tried_in_a_process_of_its_own() -> None:
     done = run("dali-cpu")
     assert done.trouble == "" and done.render_id.startswith("dali-cpu/")
+
+
+class Driver:
+    """A CUDA driver that notes what is locked."""
+
+    def __init__(self, refuses: str = "") -> None:
+        self.refuses = refuses
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            self.called.append(name)
+            if name == "cuDevicePrimaryCtxRetain":
+                arguments[0]._obj.value = 1
+            return 801 if name == self.refuses else 0
+
+        return call
+
+
+def test_page_locking_is_tried_and_undone() -> None:
+    driver = Driver()
+    assert lock(0, lambda name: driver) == Trial()
+    assert driver.called.count("cuMemHostRegister_v2") == driver.called.count("cuMemHostUnregister") == 1
+    assert driver.called[-1].startswith("cuDevicePrimaryCtxRelease")
+    assert lock(0, lambda name: Driver("cuMemHostRegister_v2")).trouble == "cuMemHostRegister_v2: unknown error (801)"
+
+
+def test_page_locking_without_a_driver_says_so() -> None:
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    assert lock(0, missing).trouble.startswith("there is no NVIDIA driver: libcuda.so.1")
 
 
 @pytest.fixture
