@@ -18,6 +18,7 @@ from typing import Any
 _LIBRARY = "libnvidia-ml.so.1"
 _TEXT = 96  # bytes of a name, of an identity, of a version
 _PROCESSES = 256
+_UNKNOWN = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE
 #: Bytes in use on a GPU, of which NVML names no process, that are taken for one of another container.
 _NOBODYS = 1 << 30
 
@@ -120,6 +121,33 @@ def look(load: Callable[[str], Any] = ctypes.CDLL) -> Gpus:
     return Gpus(found, driver, newest, "" if found else f"NVIDIA driver {driver}: there is no GPU{hidden}")
 
 
+class OwnMemory:
+    """How many bytes of a GPU this process holds: call it.
+
+    Args:
+        number: as in `Gpu`.
+        load: as in `look`.
+    """
+
+    def __init__(self, number: int, load: Callable[[str], Any] = ctypes.CDLL) -> None:
+        self._handle: ctypes.c_void_p | None = None
+        with suppress(OSError, _Failed, IndexError):
+            self._nvml = load(_LIBRARY)
+            _call(self._nvml, "nvmlInit_v2")  # until the process ends
+            self._handle = _visible(self._nvml)[number]
+
+    def __call__(self) -> int | None:
+        """None where NVML does not tell: in a container it may know this process by another number, or not at all."""
+        if self._handle is None:
+            return None
+        try:
+            running = _running(self._nvml, self._handle)
+        except _Failed:
+            return None
+        mine = [process.memory for process in running if process.pid == os.getpid()]
+        return sum(mine) if mine and max(mine) != _UNKNOWN else None
+
+
 def _visible(nvml: Any) -> list[ctypes.c_void_p]:
     """Handles of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order. As in CUDA the first entry that names none
     ends the list; see "Environment Variables" in the CUDA programming guide.
@@ -158,14 +186,18 @@ def _visible(nvml: Any) -> list[ctypes.c_void_p]:
 def _gpu(nvml: Any, number: int, handle: ctypes.c_void_p) -> Gpu:
     memory = _Memory(version=ctypes.sizeof(_Memory) | 2 << 24)
     _call(nvml, "nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(memory))
-    count, running = ctypes.c_uint(_PROCESSES), (_Process * _PROCESSES)()
     try:
-        _call(nvml, "nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(count), running)
-        users = tuple(sorted(process.pid for process in running[: count.value]))
+        users = tuple(sorted(process.pid for process in _running(nvml, handle)))
     except _Failed:  # it may be forbidden to ask
         users = ()
     crowded = not users and memory.used > _NOBODYS
     return Gpu(number, _text(nvml, "nvmlDeviceGetName", handle), memory.total, memory.free, users, crowded)
+
+
+def _running(nvml: Any, handle: ctypes.c_void_p) -> list[_Process]:
+    count, running = ctypes.c_uint(_PROCESSES), (_Process * _PROCESSES)()
+    _call(nvml, "nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(count), running)
+    return running[: count.value]
 
 
 def _call(nvml: Any, name: str, *arguments: Any) -> None:

@@ -62,6 +62,7 @@ class Crew:
     def device_argument(self, device: int) -> str:
         """What the worker of a device is told, as JSON."""
         told = {
+            "backend": self.backend,
             "device": device,
             "threads": self.threads,
             "in_flight": self.in_flight,

@@ -72,16 +72,22 @@ class Iterations:
         chunk._open += 1
         self._ready.append((chunk, part))
 
-    def end(self, chunk: Chunk, error: Exception | None = None) -> bool:
-        """No more parts of the chunk will come; whether it is done. After an error what was read is not rendered, and
-        of that only what a backend has already got keeps the chunk from being done.
+    def end(self, chunk: Chunk, error: Exception | None = None) -> int:
+        """No more parts of the chunk will come. After an error what was read is not rendered; only what a backend has
+        already got keeps the chunk from being done.
+
+        Returns:
+            Of how many parts that is said.
         """
+        given_up = 0
         chunk._read, chunk.error = True, error
         if error is not None:
-            mine = [entry for entry in self._ready if entry[0] is chunk]
-            self._ready = deque(entry for entry in self._ready if entry[0] is not chunk)
-            chunk._open -= len(mine)
-        return self._settled(chunk)
+            others = deque(entry for entry in self._ready if entry[0] is not chunk)
+            given_up = len(self._ready) - len(others)
+            self._ready = others
+            chunk._open -= given_up
+        self._settle(chunk)
+        return given_up
 
     def take(self) -> Iteration | None:
         """What is to be rendered next, or None if nothing is ready."""
@@ -104,9 +110,10 @@ class Iterations:
         for chunk, part in zip(iteration.chunks, iteration.parts, strict=True):
             chunk._open -= 1
             chunk.result.add(part.result)
-        return [chunk for chunk in dict.fromkeys(iteration.chunks) if self._settled(chunk)]
+        over = list(dict.fromkeys(iteration.chunks))
+        for chunk in over:
+            self._settle(chunk)
+        return [chunk for chunk in over if chunk.done]
 
-    def _settled(self, chunk: Chunk) -> bool:
-        if chunk.done:
-            self._at_hand -= 1
-        return chunk.done
+    def _settle(self, chunk: Chunk) -> None:
+        self._at_hand -= chunk.done

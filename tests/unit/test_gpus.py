@@ -79,7 +79,7 @@ class Nvml:
                 at.free = card.total - card.used - GIB
             case "nvmlDeviceGetComputeRunningProcesses_v3", (handle, count, running):
                 for process, pid in zip(running, self._card(handle).pids, strict=False):
-                    process.pid = pid
+                    process.pid, process.memory = pid, GIB
                 count._obj.value = len(self._card(handle).pids)
             case _:
                 raise AssertionError(name)
@@ -115,6 +115,28 @@ def test_gpus_have_a_name_memory_and_those_who_compute_on_them() -> None:
     assert f"process {os.getpid()} (" in first.busy and first.busy.endswith(f"process {1 << 30}")
     assert (second.number, second.name, second.users, second.busy) == (1, "NVIDIA Test 2", (), "")
     assert nvml.called[-1] == "nvmlShutdown"
+
+
+def test_a_process_learns_what_it_holds_itself() -> None:
+    nvml = Nvml([Card(), Card(pids=(1, os.getpid(), os.getpid()))])
+    own = gpus.OwnMemory(1, lambda name: nvml)
+    assert own() == 2 * GIB
+    assert own() == 2 * GIB
+    assert nvml.called.count("nvmlInit_v2") == 1
+
+
+@pytest.mark.parametrize(
+    "nvml",
+    [
+        Nvml([Card(pids=(1,))]),
+        Nvml([]),
+        Nvml([Card()], {"nvmlInit_v2": 9}),
+        Nvml([Card()], {"nvmlDeviceGetComputeRunningProcesses_v3": 4}),
+    ],
+    ids=["of another number", "no gpu", "no driver", "forbidden"],
+)
+def test_where_nvml_does_not_tell_nothing_is_made_up(nvml: Nvml) -> None:
+    assert gpus.OwnMemory(0, lambda name: nvml)() is None
 
 
 def test_memory_that_no_visible_process_uses_is_somebodys() -> None:

@@ -79,7 +79,7 @@ def test_a_chunk_is_done_when_it_was_read_and_all_its_parts_were_rendered(iterat
     assert not iterations.rendered(taken)  # more of it may come
     iterations.add(one, part())
     assert not iterations.end(one)
-    assert not iterations.idle
+    assert not one.done and not iterations.idle
     taken = iterations.take()
     assert taken is not None
     assert iterations.rendered(taken) == [one]
@@ -92,8 +92,8 @@ def test_a_chunk_whose_parts_were_all_rendered_is_done_when_no_more_come(iterati
     taken = iterations.take()
     assert taken is not None
     iterations.rendered(taken)
-    assert iterations.end(one)
-    assert iterations.idle
+    iterations.end(one)
+    assert one.done and iterations.idle
 
 
 def test_a_chunk_of_two_parts_in_one_iteration_is_done_once(iterations: Iterations) -> None:
@@ -124,8 +124,9 @@ def test_a_chunk_that_cannot_be_read_is_not_done_while_a_backend_writes_to_its_s
     iterations.add(one, part())
     taken = iterations.take()
     iterations.add(one, part())
-    assert not iterations.end(one, error)
-    assert iterations.take() is None  # what was read of it and not begun is given up
+    assert iterations.end(one, error) == 1  # what was read of it and not begun is given up
+    assert not one.done
+    assert iterations.take() is None
     assert taken is not None
     assert iterations.rendered(taken) == [one]
     assert one.error is error
@@ -133,5 +134,5 @@ def test_a_chunk_that_cannot_be_read_is_not_done_while_a_backend_writes_to_its_s
 
 def test_a_chunk_of_which_nothing_can_be_read_is_done_at_once(iterations: Iterations) -> None:
     one = chunk(iterations)
-    assert iterations.end(one, DatasetError("gone"))
-    assert iterations.idle
+    assert not iterations.end(one, DatasetError("gone"))
+    assert one.done and iterations.idle
