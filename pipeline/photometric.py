@@ -222,7 +222,8 @@ class RandomErasing(Photometric):
         high, wide = self._window(height, width, u[:, 1:-2])
         top, left = pick(u[:, -2], height - high + 1), pick(u[:, -1], width - wide + 1)
         box = np.stack([left, top, left + wide, top + high], axis=1)
-        return [Erase(np.where((u[:, 0] < self.p)[:, None], box, 0), self.fill)]
+        erased = (u[:, 0] < self.p) & (high > 0) & (wide > 0)
+        return [Erase(np.where(erased[:, None], box, 0), self.fill)]
 
     def _window(self, height: int, width: int, u: Floats) -> tuple[Ints, Ints]:
         """Height and width of the first try that fits, zero where none does."""

@@ -8,13 +8,16 @@ import signal
 import stat
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import leaks
+import numpy as np
 import photos as samples
 import pytest
 from hypothesis import settings
+from numpy.typing import NDArray
 
 ROOT = Path(__file__).parents[1]
 # The same examples on every machine, and none that fails for being slow.
@@ -120,3 +123,25 @@ def hard_samples(extra_samples: Path) -> Path:
     if not (extra_samples / "hard" / "INDEX.tsv").is_file():
         pytest.skip("no hard samples among the extra samples")
     return extra_samples / "hard"
+
+
+@pytest.fixture
+def torch_reads(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`torch_reads(numbers, integers)`: torch draws these uniform numbers next, and its integers from those."""
+    torch = pytest.importorskip("torch")
+
+    def reads(numbers: NDArray[np.float64], integers: Sequence[float] = ()) -> None:
+        left, whole = iter(numbers.tolist()), iter(integers)
+
+        def uniform(self: Any, low: Any = 0.0, high: Any = 1.0) -> Any:
+            return self.fill_(float(low) + (float(high) - float(low)) * next(left))
+
+        monkeypatch.setattr(torch.Tensor, "uniform_", uniform)
+
+        def randint(low: int, high: int, size: Sequence[int]) -> Any:
+            return torch.full(tuple(size), low + int(next(whole) * (high - low)))
+
+        monkeypatch.setattr(torch, "randint", randint)
+        monkeypatch.setattr(torch, "rand", lambda n: torch.tensor([next(left)]))
+
+    return reads

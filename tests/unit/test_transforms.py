@@ -525,28 +525,6 @@ def test_center_crop_parity_with_torchvision_to_the_pixel(size: Any) -> None:
         np.testing.assert_array_equal(framed[y0 + 20 : y1 + 20, x0 + 20 : x1 + 20], theirs)
 
 
-@pytest.fixture
-def torch_reads(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`torch_reads(numbers, integers)`: torch draws these uniform numbers next, and its integers from those."""
-    torch = pytest.importorskip("torch")
-
-    def reads(numbers: NDArray[np.float64], integers: Sequence[float] = ()) -> None:
-        left, whole = iter(numbers.tolist()), iter(integers)
-
-        def uniform(self: Any, low: Any = 0.0, high: Any = 1.0) -> Any:
-            return self.fill_(float(low) + (float(high) - float(low)) * next(left))
-
-        monkeypatch.setattr(torch.Tensor, "uniform_", uniform)
-
-        def randint(low: int, high: int, size: Sequence[int]) -> Any:
-            return torch.full(tuple(size), low + int(next(whole) * (high - low)))
-
-        monkeypatch.setattr(torch, "randint", randint)
-        monkeypatch.setattr(torch, "rand", lambda n: torch.tensor([next(left)]))
-
-    return reads
-
-
 @pytest.mark.parametrize(
     "options",
     [
