@@ -157,7 +157,7 @@ class DaliBackend:
         images, *last = self._outputs(form, fed)
         for k, i in enumerate(rows):
             steps = task.params.colour if self._cpu else ()
-            task.out[i][...] = paint(Image.fromarray(images[k]), steps, i) if steps else images[k]
+            task.out[i][...] = np.asarray(paint(Image.fromarray(images[k]), steps, i)) if steps else images[k]
         if last and not judged:
             for k, i in enumerate(rows):
                 self._judge(task, i, last[0][k].tobytes())
@@ -238,8 +238,8 @@ class _Task:
 
 def _for_dali(picture: Picture) -> bool:
     """Whether DALI is to render the picture: by its content."""
-    if picture.format not in ("JPEG", "MPO"):
-        return False
+    if picture.whole or picture.format not in ("JPEG", "MPO"):
+        return picture.whole
     head = jpeg.header(picture.data)
     frame = head.frame
     if frame is None or frame.precision != 8 or frame.process > _PROGRESSIVE or head.colours == "other":
