@@ -342,7 +342,7 @@ def test_serve_ends_with_status_0_on_sigterm_and_leaves_no_socket(own: Daemon) -
     assert {file.name for file in own.config.parent.glob("d.*")} == {"d.yaml", "d.log"}
     log = own.log.read_text()
     assert "the log is this, standard error" in log
-    phases = ["got SIGTERM", "no new clients", "clients finish their copies", "workers", "stopped"]
+    phases = ["got SIGTERM", "no new clients", "clients finish their copies", "stopping: workers", "stopped"]
     assert [log.index(phase) for phase in phases] == sorted(log.index(phase) for phase in phases)
 
 
