@@ -139,7 +139,7 @@ def _resampled(images: Any, form: Form) -> Any:
             out_of_bounds_policy="pad",
             fill_values=list(form.fill),
         )
-    return fn.transpose(images, perm=[1, 0, 2]) if form.transpose else images
+    return fn.transpose(images, perm=[1, 0, 2], output_layout="HWC") if form.transpose else images
 
 
 def inputs(form: Form, executor: Executor, views: Sequence[View], encoded: Sequence[bytes]) -> dict[str, Any]:
