@@ -31,6 +31,7 @@ from headrace.errors import ConfigError, DatasetError, HeadraceError
 if TYPE_CHECKING:
     from headrace.pipeline.spec import Config
     from headrace.server.doctor import Finding
+    from headrace.workers.crew import Crew
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 stderr = Console(stderr=True)
@@ -149,11 +150,7 @@ def check(
     _out(
         f"backend: {loaded.workers.backend} runs as {chosen.render_id}",
         *(f"  {why}" for why in chosen.why),
-        *(
-            f"GPU {device}: a worker with {team.threads} threads, {team.in_flight} chunks at once and at most "
-            f"{team.gpu_memory >> 20} MiB of its memory"
-            for device in team.devices
-        ),
+        *_devices(team),
         f"workers: {team.processes} ({usable_cpus()} CPUs may be used)"
         f"{', which take over where no GPU works any more' if team.devices else ''}",
         f"cache: {loaded.cache_folder}",
@@ -165,6 +162,20 @@ def check(
         except DatasetError as error:  # the others may be no good either, and each may take long to list
             status = _complain(error, 1)
     return status
+
+
+def _devices(team: Crew) -> list[str]:
+    """What there is to say about GPUs that render."""
+    if not team.devices:
+        return []
+    from headrace.workers.device import least_memory
+
+    most, least = team.gpu_memory >> 20, least_memory(team.threads) >> 20
+    bounds = (
+        f"a worker with {team.threads} threads, {team.in_flight} chunks at once, and at most {most} MiB of its memory, of "
+        f"which it takes about {least} before the first picture"
+    )
+    return [f"GPU {device}: {bounds}" for device in team.devices]
 
 
 def _checked(config: Config, name: str, in_flight: int, *, reindex: bool) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import dataclass
 
+from headrace.errors import ConfigError
 from headrace.pipeline.machine import Choice, choose
 from headrace.pipeline.spec import Workers
 from headrace.workers.cpus import worker_count
@@ -80,22 +81,37 @@ def crew(workers: Workers, *, private: bool, chosen: Choice | None = None) -> Cr
         chosen: what was chosen already.
 
     Raises:
-        ConfigError: what is named cannot run here.
+        ConfigError: what is named cannot run here; or a GPU's worker needs more than `gpu_memory`.
     """
     if chosen is None:
         chosen = choose(workers)
         log.info("%s renders: %s", chosen.backend, "; ".join(chosen.why))
     processes = worker_count(workers.processes, private=private)
-    threads = workers.threads
-    if not isinstance(threads, int):
-        threads = max(1, worker_count("auto", private=private) // max(1, len(chosen.devices)))
     return Crew(
         chosen.backend,
         processes,
         devices=chosen.devices,
-        threads=threads,
+        threads=_threads(workers, len(chosen.devices), private=private) if chosen.devices else 1,
         in_flight=workers.in_flight if isinstance(workers.in_flight, int) else IN_FLIGHT,
         gpu_memory=workers.gpu_memory,
         hw_decoder_load=workers.hw_decoder_load,
         fallback=FALLBACK if chosen.backend.startswith("dali") else None,
     )
+
+
+def _threads(workers: Workers, devices: int, *, private: bool) -> int:
+    """Of each device worker: as many as there are CPUs for it, if they leave half of its memory for pictures."""
+    from headrace.workers.device import least_memory  # which opens pictures, and most daemons never do
+
+    allowed = workers.gpu_memory
+    threads = workers.threads
+    if not isinstance(threads, int):
+        threads = max(1, worker_count("auto", private=private) // devices)
+        while threads > 1 and least_memory(threads) > allowed // 2:
+            threads -= 1
+    if (least := least_memory(threads)) > allowed:
+        raise ConfigError(
+            f"workers.gpu_memory: {allowed >> 20} MiB are too little: a worker with {threads} threads takes about "
+            f"{least >> 20} MiB before the first picture; allow more, or set workers.threads to less"
+        )
+    return threads

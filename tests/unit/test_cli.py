@@ -15,6 +15,7 @@ from headrace.pipeline.gpus import Gpu, Gpus
 from headrace.pipeline.machine import Dali
 from headrace.pipeline.trial import Trial
 from headrace.server import cli
+from headrace.workers.device import least_memory
 
 GIB = 1 << 30
 
@@ -42,7 +43,10 @@ def test_check_says_which_gpus_render_with_what_and_which_do_not(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "backend: auto runs as dali-gpu/2.4.0"
     assert lines[1] == "  a GPU is the fastest there is" and lines[2].startswith("  GPU 1 (NVIDIA Test) is used by")
-    assert lines[3].startswith("GPU 0: a worker with 5 threads, 6 chunks at once and at most 5120 MiB of its memory")
+    assert lines[3] == (
+        "GPU 0: a worker with 5 threads, 6 chunks at once, and at most 5120 MiB of its memory, of which it takes about "
+        f"{least_memory(5) >> 20} before the first picture"
+    )
     assert lines[4].startswith("workers: 3 (") and lines[4].endswith("which take over where no GPU works any more")
 
 
