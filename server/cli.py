@@ -172,8 +172,8 @@ def _devices(team: Crew) -> list[str]:
 
     most, least = team.gpu_memory >> 20, least_memory(team.threads) >> 20
     bounds = (
-        f"a worker with {team.threads} threads, {team.in_flight} chunks at once, and at most {most} MiB of its memory, of "
-        f"which it takes about {least} before the first picture"
+        f"a worker with {team.threads} threads, {team.in_flight} chunks at once, and at most {most} MiB of its memory, "
+        f"of which it takes about {least} before the first picture"
     )
     return [f"GPU {device}: {bounds}" for device in team.devices]
 
