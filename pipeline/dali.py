@@ -15,7 +15,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -32,6 +32,7 @@ import nvidia.dali as dali
 from headrace.pipeline import dali_colour, graph, jpeg
 from headrace.pipeline.backend import BackendFailed, Options
 from headrace.pipeline.colour import Step
+from headrace.pipeline.cuda import CudaError, Device
 from headrace.pipeline.graph import Executor, Form
 from headrace.pipeline.paint import paint
 from headrace.pipeline.pillow import PillowBackend, decode
@@ -39,9 +40,6 @@ from headrace.pipeline.probe import BadPicture, Picture
 from headrace.pipeline.transforms import Params
 from headrace.pipeline.view import View
 
-#: Pictures that are decoded at once, and their pixels if there are several.
-_BATCH = 8
-_BATCH_PIXELS = 1 << 24
 #: Pipelines that are kept; one takes ten milliseconds to build, and some threads.
 _PIPELINES = 8
 
@@ -70,11 +68,13 @@ class DaliBackend:
     def __init__(self, options: Options, *, gpu: bool = False) -> None:
         self._executor = Executor(
             device=options.device if gpu else None,
-            batch=_BATCH,
+            batch=options.batch,
             threads=options.threads,
             hw_decoder_load=options.hw_decoder_load,
         )
         self._cpu = not gpu
+        self._batch_pixels = options.batch_pixels
+        self._gpu = _gpu(options.device) if gpu else None
         self._pillow = PillowBackend()
         self._pipelines: dict[Form, Any] = {}
         self.render_id = f"{'dali-gpu' if gpu else 'dali-cpu'}/{_versions()}/{self._pillow.render_id}"
@@ -99,12 +99,15 @@ class DaliBackend:
             else:
                 batches.setdefault(self._form(task, i, part=picture.whole), []).append(i)
         for form, rows in batches.items():
-            for batch in _cut(rows, [task.pixels(i) for i in rows]):
+            for batch in _cut(rows, [task.pixels(i) for i in rows], self._executor.batch, self._batch_pixels):
                 self._batch(task, form, batch)
         return task.verdicts
 
     def close(self) -> None:
         self._pipelines.clear()
+        if self._gpu is not None:
+            with suppress(CudaError):
+                self._gpu.close()
 
     def _form(self, task: _Task, i: int, part: bool) -> Form:
         params = task.params
@@ -154,8 +157,8 @@ class DaliBackend:
         """
         fed = graph.inputs(form, self._executor, [task.views[i] for i in rows], [task.pictures[i].data for i in rows])
         fed |= dali_colour.inputs(task.steps(rows)) if form.colour else {}
-        images, *last = self._outputs(form, fed)
-        for k, i in enumerate(rows):
+        images, *last = self._outputs(form, fed, [task.out[i] for i in rows])
+        for k, i in enumerate(rows if self._gpu is None else ()):
             steps = task.params.colour if self._cpu else ()
             task.out[i][...] = np.asarray(paint(Image.fromarray(images[k]), steps, i)) if steps else images[k]
         if last and not judged:
@@ -174,8 +177,13 @@ class DaliBackend:
                 return
         picture.whole = True
 
-    def _outputs(self, form: Form, fed: dict[str, Any]) -> list[NDArray[np.uint8]]:
+    def _outputs(
+        self, form: Form, fed: dict[str, Any], into: Sequence[NDArray[np.uint8]] = ()
+    ) -> list[NDArray[np.uint8]]:
         """Arrays of one row per picture, valid until the next call.
+
+        Args:
+            into: of a GPU, where its pictures are to go; instead of an array there is then an empty one.
 
         Raises:
             _Refused: the pictures, or some of them.
@@ -184,7 +192,13 @@ class DaliBackend:
         try:
             with _silence() if self._cpu else nullcontext():
                 outputs = self._pipeline(form).run(**fed)
-            return [output.as_cpu().as_array() for output in outputs]
+            if self._gpu is None or not into:
+                return [output.as_cpu().as_array() for output in outputs]
+            images, *others = outputs
+            self._gpu.fetch([(to.ctypes.data, images[k].data_ptr(), to.nbytes) for k, to in enumerate(into)])
+            return [np.empty((0, *form.size, 3), np.uint8), *(output.as_cpu().as_array() for output in others)]
+        except CudaError as error:
+            raise BackendFailed(f"CUDA: {error}") from error
         except (RuntimeError, MemoryError) as error:
             self._pipelines.pop(form, None)  # it is good for nothing after an error
             text = str(error)
@@ -262,18 +276,29 @@ def _apart(rows: Rows, text: str) -> list[Rows]:
     return [part for part in ([culprit], [i for i in rows if i != culprit]) if part]
 
 
-def _cut(rows: Rows, pixels: Sequence[int]) -> Iterator[Rows]:
+def _cut(rows: Rows, pixels: Sequence[int], most: int, most_pixels: int) -> Iterator[Rows]:
     """Into batches that are bounded in pictures and in pixels."""
     batch: Rows = []
     total = 0
     for i, more in zip(rows, pixels, strict=True):
-        if batch and (len(batch) == _BATCH or total + more > _BATCH_PIXELS):
+        if batch and (len(batch) == most or total + more > most_pixels):
             yield batch
             batch, total = [], 0
         batch.append(i)
         total += more
     if batch:
         yield batch
+
+
+def _gpu(number: int) -> Device:
+    """
+    Raises:
+        BackendFailed: there is none, or it does not work.
+    """
+    try:
+        return Device(number)
+    except CudaError as error:
+        raise BackendFailed(f"CUDA: {error}") from error
 
 
 @contextmanager

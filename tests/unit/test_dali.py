@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from PIL import Image
 from headrace.pipeline import dali, graph
 from headrace.pipeline.backend import Backend, BackendFailed, Options, make
 from headrace.pipeline.colour import Posterize
+from headrace.pipeline.cuda import CudaError
 from headrace.pipeline.probe import BadPicture, probe
 from headrace.pipeline.spec import Decode
 from headrace.pipeline.transforms import Params
@@ -278,11 +280,11 @@ def test_what_pillow_takes_and_dali_refuses_keeps_pillows_pixels_in_any_company(
 ) -> None:
     ours, real = make("dali-cpu"), dali.DaliBackend._outputs
 
-    def refusing(self: Any, form: Any, fed: dict[str, Any]) -> Any:
+    def refusing(self: Any, form: Any, fed: dict[str, Any], *into: Any) -> Any:
         for k, data in enumerate(fed["data"]):
             if data.tobytes() == JPEGS["4:2:2"]:
                 raise dali._Refused(f"Failed to decode sample #{k} :")
-        return real(self, form, fed)
+        return real(self, form, fed, *into)
 
     monkeypatch.setattr(dali.DaliBackend, "_outputs", refusing)
     files = [JPEGS["4:4:4"], JPEGS["4:2:2"], JPEGS["4:2:0"]]
@@ -299,10 +301,10 @@ def test_what_pillow_takes_and_dali_refuses_keeps_pillows_pixels_in_any_company(
 def test_whom_dali_does_not_name_is_found_nevertheless(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     ours, real = make("dali-cpu"), dali.DaliBackend._outputs
 
-    def vague(self: Any, form: Any, fed: dict[str, Any]) -> Any:
+    def vague(self: Any, form: Any, fed: dict[str, Any], *into: Any) -> Any:
         if any(data.tobytes() == BROKEN for data in fed["data"]):
             raise dali._Refused(words)
-        return real(self, form, fed)
+        return real(self, form, fed, *into)
 
     files = [JPEGS["4:4:4"], JPEGS["4:2:2"], BROKEN, JPEGS["4:2:0"]]
     alone = [render(ours, [data], full([data]))[0][0] for data in files]
@@ -356,6 +358,41 @@ def test_dali_gpu_bad_input_is_a_machine_without_a_gpu(monkeypatch: pytest.Monke
     monkeypatch.setattr(graph, "build", failing("Failed to load libcuda.so"))
     with pytest.raises(BackendFailed, match="libcuda"):
         make("dali-gpu", Options(device=0))
+
+
+class Fetching:
+    """A device whose memory is the host's."""
+
+    def __init__(self, trouble: str = "") -> None:
+        self.trouble = trouble
+        self.fetched = 0
+
+    def fetch(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        if self.trouble:
+            raise CudaError(self.trouble)
+        for to, start, nbytes in copies:
+            ctypes.memmove(to, start, nbytes)
+        self.fetched += len(copies)
+
+
+def test_pixels_on_a_device_are_fetched_into_their_rows(backend: Backend) -> None:
+    files = [JPEGS["4:4:4"], BROKEN, JPEGS["4:2:0"], JPEGS["orientation 6"]]
+    want = render(backend, files, full(files))
+    ours = make("dali-cpu")
+    assert isinstance(ours, dali.DaliBackend)
+    ours._gpu = device = Fetching()  # type: ignore[assignment]
+    pixels, reasons, whole = render(ours, files, full(files))
+    np.testing.assert_array_equal(pixels, want[0])
+    assert (reasons, whole) == want[1:]
+    assert device.fetched == 3
+
+
+def test_a_device_that_does_not_give_its_pixels_has_failed() -> None:
+    ours = make("dali-cpu")
+    assert isinstance(ours, dali.DaliBackend)
+    ours._gpu = Fetching("cuStreamSynchronize: an illegal memory access")  # type: ignore[assignment]
+    with pytest.raises(BackendFailed, match="CUDA: cuStreamSynchronize: an illegal"):
+        render(ours, [JPEGS["4:2:0"]], full([JPEGS["4:2:0"]]))
 
 
 # -- geometry ---------------------------------------------------------------------------------------------------
@@ -415,7 +452,6 @@ def test_few_pipelines_are_kept_whatever_is_asked_for() -> None:
 
 
 def test_a_batch_is_bounded_in_pictures_and_in_pixels() -> None:
-    assert [*dali._cut([*range(10)], [1] * 10)] == [[*range(8)], [8, 9]]
-    large = dali._BATCH_PIXELS // 2
-    assert [*dali._cut([3, 4, 5, 6], [large, large, 3 * large, 1])] == [[3, 4], [5], [6]]
-    assert [*dali._cut([], [])] == []
+    assert [*dali._cut([*range(10)], [1] * 10, 8, 100)] == [[*range(8)], [8, 9]]
+    assert [*dali._cut([3, 4, 5, 6], [50, 50, 150, 1], 8, 100)] == [[3, 4], [5], [6]]
+    assert [*dali._cut([], [], 8, 100)] == []
