@@ -144,9 +144,10 @@ class Welcome(Message, frozen=True, tag=True):
         labels: `numbers`, in the field `labels`; or `text`, the first value of each row's text.
         columns: names of the further values of each row's text.
         output, on_bad_sample, max_bad: the stream's defaults for the Loader's arguments.
-        render_id: of the renderer that the daemon means to use.
+        render_id: of the renderer that the daemon uses now.
         window: GETs that may be outstanding now; `Chunk` brings later values.
-        notices: what the listing left out, a sentence each, for the log.
+        notices: what the listing left out, and what at the daemon does not work as it is meant to, a sentence each,
+            for the log.
     """
 
     pid: Count

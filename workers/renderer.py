@@ -9,7 +9,7 @@ from headrace.pipeline.backend import Backend, BackendFailed
 from headrace.workers.backoff import Backoff
 
 #: Seconds before the backend is tried again. A try costs the rendering of a chunk, or the import of a large library.
-_DELAYS = (5.0, 30.0, 120.0, 600.0)
+_DELAYS: tuple[float, ...] = (5.0, 30.0, 120.0, 600.0)
 
 
 class Renderer:

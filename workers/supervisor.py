@@ -56,7 +56,7 @@ _CPU_DELAYS = (0.2, 1.0, 5.0)
 #: The same after one that was killed before it was ready.
 _KILLED_BACKOFF = 0.2
 #: Seconds before a device is tried again.
-_DEVICE_DELAYS = (1.0, 5.0, 30.0, 60.0)
+_DEVICE_DELAYS = (1.0, 5.0, 30.0, 60.0, 300.0, 900.0)
 #: Crashes of CPU workers in a row, with nothing rendered in between, that tell against their backend, and for how many
 #: seconds it is left alone then. A single picture costs two.
 _CRASHES = 5
@@ -446,10 +446,12 @@ class Supervisor:
         return self._streams[job.stream].ring.views[job.slot].status.tobytes()
 
     def _taker(self, part: Part) -> Member | None:
-        """Who is to have the part now: of those it may go to, and who have room, the one with the least to do."""
+        """Who is to have the part now: of those it may go to, and who have room, the one with the least to do, and who
+        has had nothing for longest, so that each shows now and then how it is.
+        """
         kind = self._on_cpu if part.fallback else self._serves
         able = [worker for worker in self._workers if worker.takes(part) and kind(worker)]
-        return min(able, key=lambda worker: len(worker.given), default=None)
+        return min(able, key=lambda worker: (len(worker.given), worker.moved), default=None)
 
     def _on_cpu(self, worker: Member) -> bool:
         return worker.device is None
@@ -536,7 +538,7 @@ class Supervisor:
         elif not worker.leaving.failed and worker.answered:
             log.warning("GPU %d: its worker is replaced: %s", device.number, how)
             return
-        worked = 0.0 if worker.render_id is None else now - worker.ready_since
+        worked = worker.moved - worker.ready_since if worker.render_id is not None else 0.0  # not while it hung
         self._device_failed(device, how, now, worked)
 
     def _device_failed(self, device: _Device, trouble: str, now: float, worked: float = 0.0) -> None:
@@ -544,6 +546,8 @@ class Supervisor:
         device.trouble = trouble
         delay = device.backoff.failed(now, worked)
         log.log(level, "GPU %d: %s; %s; trying again in %.0f s", device.number, trouble, self._instead(), delay)
+        if self._all_down and (render_id := self.render_id) is not None:
+            self._report(Started(render_id))  # CPU workers that are there already: who waited for the device has them
 
     def _lost_cpu(self, worker: Member, how: str, now: float, *, own: bool) -> None:
         """Put the next start off, if need be.

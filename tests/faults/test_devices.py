@@ -14,6 +14,7 @@ import pytest
 from plant import CHUNK, Plant, plants, poison, run_epoch
 
 from headrace.pipeline.fake import CRASH
+from headrace.slots import Status
 from headrace.workers import supervisor
 from headrace.workers.crew import Crew
 from headrace.workers.supervisor import Convicted, Finished
@@ -47,9 +48,15 @@ def order(home: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
 def plant(home: Path, order: Order, many: Callable[[int], Path]) -> Iterator[Callable[..., Plant]]:
     with plants(home / "cache") as build:
 
-        def make(samples: int | Path, *, devices: tuple[int, ...] = (0,), hang: float = 60.0) -> Plant:
+        def make(
+            samples: int | Path,
+            *,
+            devices: tuple[int, ...] = (0,),
+            hang: float = 60.0,
+            module: str = "fake_device",
+        ) -> Plant:
             folder = many(samples) if isinstance(samples, int) else samples
-            crew = Crew("fake", 1, devices, device_module="fake_device")
+            crew = Crew("fake", 1, devices, threads=2, device_module=module)
             return build(folder, crew, hang=hang)
 
         yield make
@@ -72,7 +79,7 @@ def finished(at: Plant, count: int, before: int = 0) -> list[Finished]:
 
 def held(at: Plant, count: int) -> bool:
     """Whether so many chunks were begun."""
-    return sum((view.status == 1).any() for view in at.ring.views) >= count
+    return sum(Status.RENDERING in view.status for view in at.ring.views) >= count
 
 
 def ids(reports: list[Finished]) -> set[str]:
@@ -207,3 +214,20 @@ def test_a_picture_that_kills_the_device_and_the_cpu_worker_is_convicted_and_no_
     rejects = [reject for report in done for reject in report.rejects]
     assert [(reject.index, reject.stage) for reject in rejects] == [(guilty, "worker")]
     assert len(at.of(Convicted)) == 1 and at.supervisor.deaths <= 3 and CHUNK == 4
+
+
+def test_the_real_worker_of_a_device_may_be_killed_at_any_moment(
+    plant: Callable[..., Plant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_DEVICE_DELAYS", (0.0,))
+    at = plant(200, module="headrace.workers.device")
+    kills = 0
+
+    def disturb() -> None:
+        nonlocal kills
+        if kills < 3 and len(at.of(Finished)) > 10 * kills and at.supervisor.render_id is not None:
+            kills += 1
+            os.kill(at.supervisor.pids[0], signal.SIGKILL)
+
+    run_epoch(at, 50, disturb)
+    assert kills == 3 and at.supervisor.deaths == 3 and not at.of(Convicted)

@@ -206,8 +206,9 @@ def test_another_renderer_is_logged_and_refused_where_exact_is_asked_for(
         with open_loader(daemon) as loader, caplog.at_level(logging.WARNING, "headrace"):
             batches = iter(loader)
             next(batches)
-            daemon.render_id = "script/2"
+            daemon.render_id = "script/1 + script/2"
             list(batches)
+            daemon.render_id = "script/2"
             check_epoch(loader, 1)
             assert caplog.text.count("script/2") == 1
             assert loader.stats()["render_ids"] == ["script/1", "script/2"]
