@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from nvidia import dali
 from nvidia.dali.backend import RegisteredCPUOps, RegisteredGPUOps
+from parity import by_operators
 from pictures import noise
 from PIL import Image
 
@@ -32,21 +33,6 @@ Pixels = NDArray[np.uint8]
 
 N = 8
 HEIGHT, WIDTH = 24, 31
-
-
-def operators(images: Pixels, steps: Sequence[Step], batch: int = N, threads: int = 1) -> Pixels:
-    """The pictures after DALI's operators, so many at a time."""
-    pipeline = dali.Pipeline(batch, threads, None, prefetch_queue_depth=1)
-    with pipeline:
-        source = dali.fn.external_source(name="images", dtype=dali.types.UINT8, ndim=3, layout="HWC")
-        pipeline.set_outputs(dali_colour.apply(source, dali_colour.form(steps), images.shape[1:3]))
-    pipeline.build()
-    parts = []
-    for first in range(0, len(images), batch):
-        rows = np.arange(first, min(first + batch, len(images)))
-        [output] = pipeline.run(images=images[rows], **dali_colour.inputs([step.take(rows) for step in steps]))
-        parts.append(output.as_array())
-    return np.concatenate(parts)
 
 
 def painted(images: Pixels, steps: Sequence[Step]) -> Pixels:
@@ -97,7 +83,7 @@ STEPS = [type(step).__name__ for step in every()]
 def test_a_step_is_that_of_the_cpu_to_one_level(k: int, images: Pixels) -> None:
     for seed in range(2):
         step = every(seed)[k]
-        expected, shown = painted(images, [step]), operators(images, [step])
+        expected, shown = painted(images, [step]), by_operators(images, [step])
         assert np.abs(expected.astype(int) - shown).max() <= isinstance(step, Matrix | Equalize | Blur)
         assert (expected != shown).mean() < (0.35 if isinstance(step, Equalize) else 0.002)
         assert (expected != images).mean() > 0.05
@@ -107,38 +93,38 @@ def test_a_step_is_that_of_the_cpu_to_one_level(k: int, images: Pixels) -> None:
 
 def test_halves_are_rounded_up_as_on_the_cpu(images: Pixels) -> None:
     half = alike(0.5 * np.eye(3))
-    assert np.array_equal(operators(images, [half]), (images.astype(int) + 1) // 2)
+    assert np.array_equal(by_operators(images, [half]), (images.astype(int) + 1) // 2)
     negative = alike(-np.eye(3), (0.5, 127.5, 254.5))
-    assert np.array_equal(operators(images, [negative]), painted(images, [negative]))
+    assert np.array_equal(by_operators(images, [negative]), painted(images, [negative]))
 
 
 def test_thresholds_and_masks_at_their_ends(images: Pixels) -> None:
     thresholds = Solarize(np.array([0, 1, 128, 254, 255, 256, 256, 0]))
     masks = Posterize(np.array([255, 254, 128, 0, 240, 255, 192, 0], np.uint8))
     for step in (thresholds, masks):
-        assert np.array_equal(operators(images, [step]), painted(images, [step]))
+        assert np.array_equal(by_operators(images, [step]), painted(images, [step]))
 
 
 def test_a_kernel_may_reach_as_far_as_the_mirrored_border_goes(images: Pixels) -> None:
     widest = Blur(np.full(N, 9.0), (2 * HEIGHT - 1, 2 * WIDTH - 1))
-    assert np.abs(painted(images, [widest]).astype(int) - operators(images, [widest])).max() <= 1
+    assert np.abs(painted(images, [widest]).astype(int) - by_operators(images, [widest])).max() <= 1
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 40), (40, 1), (2, 127), (15, 17), (16, 16)])
 def test_histograms_of_few_pixels(size: tuple[int, int]) -> None:
     few = np.random.default_rng(2).integers(0, 256, (N, *size, 3), np.uint8)
     for step in (Autocontrast(np.ones(N, bool)), Equalize(np.ones(N, bool))):
-        assert np.abs(painted(few, [step]).astype(int) - operators(few, [step])).max() <= 1
+        assert np.abs(painted(few, [step]).astype(int) - by_operators(few, [step])).max() <= 1
 
 
 def test_a_picture_does_not_depend_on_its_batch_its_place_or_the_threads(images: Pixels) -> None:
     steps = every()
-    expected = operators(images, steps)
+    expected = by_operators(images, steps)
     assert (expected != images).mean() > 0.5
     for batch, threads in ((1, 1), (3, 1), (N, 3)):
-        assert np.array_equal(operators(images, steps, batch, threads), expected)
+        assert np.array_equal(by_operators(images, steps, batch, threads), expected)
     order = np.random.default_rng(3).permutation(N)
-    assert np.array_equal(operators(images[order], [step.take(order) for step in steps]), expected[order])
+    assert np.array_equal(by_operators(images[order], [step.take(order) for step in steps]), expected[order])
 
 
 def test_the_form_of_a_chain_is_equal_whatever_its_numbers() -> None:
