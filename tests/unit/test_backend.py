@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from pictures import encode, noise
+from PIL import Image
 
 from headrace.pipeline import fake, values
 from headrace.pipeline.backend import BACKENDS, Backend, make
+from headrace.pipeline.paint import paint
+from headrace.pipeline.photometric import ColorJitter, GaussianBlur, RandomEqualize, RandomErasing
 from headrace.pipeline.probe import BadPicture, Picture, probe
 from headrace.pipeline.spec import Decode
 from headrace.pipeline.transforms import Params, RandomHorizontalFlip, RandomResizedCrop, plan
@@ -134,6 +137,20 @@ def test_a_configuration_may_name_every_backend() -> None:
 def test_an_unknown_backend_is_refused_with_those_there_are(unknown: str) -> None:
     with pytest.raises(ValueError, match=f"backend: '{unknown}' is not one of pillow, dali-cpu, dali-gpu, fake"):
         make(unknown)
+
+
+def test_colours_are_changed_last_by_the_steps_of_each_picture(name: str, backend: Backend) -> None:
+    files = jpegs(3)
+    pictures, plain, out = opened(files), render(backend, files), slots(3)
+    colours = [ColorJitter(0.4, 0.4, 0.4, 0.1), GaussianBlur(3), RandomErasing(0.5), RandomEqualize()]
+    sizes = np.full(3, 60), np.full(3, 80)
+    chain = [RandomResizedCrop((HEIGHT, WIDTH)), RandomHorizontalFlip(0.5), *colours]
+    wanted = plan(chain, 0, 0, 0, *sizes)
+    assert backend.render(pictures, wanted, list(out), lambda i: None) == [None] * 3
+    for i, (before, after) in enumerate(zip(plain, out, strict=True)):
+        assert (before != after).any()
+        if name != "fake":
+            np.testing.assert_array_equal(after, paint(Image.fromarray(before), wanted.colour, i))
 
 
 def test_fake_parity_with_pillow_in_all_but_the_pixels() -> None:

@@ -547,3 +547,54 @@ def test_the_key_of_a_configuration_has_its_defaults_filled_in_and_leaves_listen
 def test_every_source_key_has_its_entry_in_the_table_of_sources() -> None:
     assert tuple(dataset.SOURCES) == SOURCE_KEYS
     assert set(SOURCE_KEYS) <= set(Dataset.model_fields)
+
+
+def erasing(value: Any, mean: list[float] | None = None, **more: Any) -> Stream:
+    """A stream that erases to `value` and subtracts `mean`."""
+    transforms = [{"center_crop": {"size": 8}}, {"random_erasing": {"value": value}}]
+    return stream(transforms=transforms, output={"mean": mean or [0, 0, 0]}, **more)
+
+
+def test_an_erased_mean_is_that_of_the_output_in_levels_once_the_stream_is_read() -> None:
+    mean = [0.485, 0.456, 0.406]
+    read = erasing("mean", mean)
+    levels = [124 / 255, 116 / 255, 104 / 255]
+    assert read.plain()["transforms"][1]["random_erasing"]["value"] == levels
+    assert read == erasing(levels, mean) == Stream(**read.plain()) != erasing("mean")
+    assert Config(streams={"train": read}) == Config.load({"streams": {"train": read.plain()}})
+
+
+def test_an_erased_mean_is_part_of_the_pixels_like_any_number() -> None:
+    def pixels(value: Any, mean: list[float]) -> str:
+        return erasing(value, mean).fingerprints("d").pixels
+
+    mean, other = [0.485, 0.456, 0.406], [0.5, 0.5, 0.5]
+    assert pixels("mean", mean) != pixels("mean", other)
+    # Not so without it, nor for a mean that is the same level.
+    assert pixels(0, mean) == pixels(0, other)
+    assert pixels("mean", mean) == pixels("mean", [0.4851, 0.4559, 0.406])
+    assert erasing("mean", mean).fingerprints("d").order == erasing("mean", other).fingerprints("d").order
+
+
+def test_an_erased_mean_that_is_no_colour_is_refused() -> None:
+    for mean in ([1.5, 0, 0], [-0.1, 0, 0]):
+        (found,) = problems(
+            {
+                "streams": {
+                    "train": {
+                        **STREAM,
+                        "transforms": [*TRANSFORMS, {"random_erasing": {"value": "mean"}}],
+                        "output": {"mean": mean},
+                    }
+                }
+            }
+        )
+        assert found.startswith("streams.train: transforms: random_erasing: value: mean stands for the mean of the str")
+
+
+def test_what_a_jitter_does_not_do_is_in_no_fingerprint() -> None:
+    def pixels(**arguments: Any) -> str:
+        return stream(transforms=[{"center_crop": {"size": 8}}, {"color_jitter": arguments}]).fingerprints("d").pixels
+
+    assert pixels(brightness=0.4) == pixels(brightness=[0.6, 1.4], hue=0, contrast=None) != pixels(contrast=0.4)
+    assert pixels(brightness=0.4) == "9d652c012b98c5b7ce1bdbe7f1611976bb83da57babd2af537f57dc294ed187c"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from headrace.pipeline.pillow import PillowBackend
 from headrace.pipeline.probe import probe
 from headrace.pipeline.spec import Decode, Stream
 from headrace.pipeline.torchvision import from_torchvision
-from headrace.pipeline.transforms import parse, plan
+from headrace.pipeline.transforms import plan
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
@@ -36,11 +38,12 @@ def v2() -> Any:
     return torchvision("transforms.v2")
 
 
-def translated(transform: object) -> dict[str, Any]:
-    """The translation, which a stream accepts as it is."""
+def translated(transform: object, settled: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -> dict[str, Any]:
+    """The translation, which a stream accepts as it is, but for arguments that it settles."""
     found = from_torchvision(transform)
     stream = Stream(dataset={"folder": "/data"}, **found)
-    assert [part.plain() for part in stream.transforms] == found["transforms"]
+    expected = [{name: {**a, **settled.get(name, {})} for name, a in part.items()} for part in found["transforms"]]
+    assert [part.plain() for part in stream.transforms] == expected
     return found
 
 
@@ -54,7 +57,7 @@ def shown(found: dict[str, Any], picture: Image.Image) -> Any:
     """A picture through the translation, as a batch would have it."""
     import torch
 
-    chain = [parse(part) for part in found["transforms"]]
+    chain = Stream(dataset={"folder": "/data"}, **found).transforms
     params = plan(chain, 0, 0, 0, np.array([picture.height]), np.array([picture.width]))
     levels = np.empty((1, *params.size, 3), np.uint8)
     assert PillowBackend().render([probe(encode(picture), Decode())], params, list(levels), lambda i: None) == [None]
@@ -64,6 +67,15 @@ def shown(found: dict[str, Any], picture: Image.Image) -> Any:
         mean, std = (np.array(v)[:, None, None] for v in (output.mean, output.std))
         finished = (finished / 255 - mean) / std
     return torch.from_numpy(finished)
+
+
+def to_floats(t: Any) -> list[Any]:
+    """What makes tensors with numbers from 0 to 1, in either version."""
+    import torch
+
+    if not hasattr(t, "ToImage"):
+        return [t.ToTensor()]
+    return [t.ToImage(), t.ToDtype({torch.Tensor: None, "others": torch.float32}, scale=True)]
 
 
 def test_the_usual_training_pipeline(v1: Any) -> None:
@@ -99,14 +111,7 @@ def test_the_usual_pipeline_of_version_2(v2: Any) -> None:
 @pytest.mark.parametrize("picture", [(300, 400), (401, 333), (90, 70)])
 @pytest.mark.parametrize("api", ["transforms", "transforms.v2"])
 def test_what_draws_nothing_gives_the_same_tensor(api: str, picture: tuple[int, int]) -> None:
-    import torch
-
     t = torchvision(api)
-    floats = (
-        [t.ToTensor()]
-        if api == "transforms"
-        else [t.ToImage(), t.ToDtype({torch.Tensor: None, "others": torch.float32}, scale=True)]
-    )
     image = noise(*picture)
     for chain in (
         [t.Resize(64), t.CenterCrop(56)],
@@ -115,7 +120,7 @@ def test_what_draws_nothing_gives_the_same_tensor(api: str, picture: tuple[int, 
         [t.CenterCrop(64), t.RandomHorizontalFlip(1), t.RandomVerticalFlip(1)],
         [t.Resize((40, 44)), t.RandomCrop((48, 48), padding=[2, 4], fill=7)],
     ):
-        compose = t.Compose([*chain, *floats, t.Normalize(MEAN, STD)])
+        compose = t.Compose([*chain, *to_floats(t), t.Normalize(MEAN, STD)])
         theirs, ours = compose(image), shown(translated(compose), image)
         assert theirs.shape == ours.shape
         # A level is 1/255 before it is divided by std.
@@ -184,6 +189,140 @@ def test_a_fill_after_the_levels_are_floats_is_a_share_of_white(v1: Any) -> None
     assert "no whole level" in refused(v1.ToTensor(), v1.RandomCrop(8, 2, fill=0.3))
 
 
+@pytest.mark.parametrize("api", ["transforms", "transforms.v2"])
+def test_the_usual_pipelines_of_colour(api: str) -> None:
+    t = torchvision(api)
+    jitter = t.ColorJitter(0.4, 0.4, 0.4, 0.1)
+    contrastive = t.Compose(  # that of SimCLR, and of MoCo v2
+        [
+            t.RandomResizedCrop(224, scale=(0.2, 1.0)),
+            t.RandomApply([jitter], p=0.8),
+            t.RandomGrayscale(p=0.2),
+            t.RandomApply([t.Compose([t.GaussianBlur((23, 21), (0.1, 2.0))])], p=0.5),
+            t.RandomHorizontalFlip(),
+            *to_floats(t),
+            t.Normalize(MEAN, STD),
+            t.RandomErasing(0.25),
+        ]
+    )
+    assert translated(contrastive, settled={"random_erasing": {"value": [124 / 255, 116 / 255, 104 / 255]}}) == {
+        "transforms": [
+            headrace.RandomResizedCrop(224, (0.2, 1.0)).plain(),
+            headrace.ColorJitter(0.4, 0.4, 0.4, 0.1, p=0.8).plain(),
+            headrace.RandomGrayscale(0.2).plain(),
+            headrace.GaussianBlur([23, 21], p=0.5).plain(),
+            headrace.RandomHorizontalFlip().plain(),
+            headrace.RandomErasing(0.25, value="mean").plain(),
+        ],
+        "output": {"dtype": "float32", "mean": MEAN, "std": STD},
+    }
+    rest = [
+        t.CenterCrop(8),
+        t.ColorJitter(0.5, hue=(-0.1, 0.2)),
+        t.RandomSolarize(128, 0.2),
+        t.RandomPosterize(4),
+        t.RandomAutocontrast(0.1),
+        t.RandomEqualize(1),
+        t.RandomInvert(0.3),
+        t.Grayscale(3),
+        t.RandomApply([t.RandomHorizontalFlip(0.5)], 0.5),
+        t.RandomApply([t.RandomAutocontrast(), t.RandomEqualize()], 1.0),
+    ]
+    assert translated(t.Compose(rest))["transforms"] == [
+        headrace.CenterCrop(8).plain(),
+        headrace.ColorJitter([0.5, 1.5], hue=[-0.1, 0.2]).plain(),
+        headrace.RandomSolarize(128, 0.2).plain(),
+        headrace.RandomPosterize(4).plain(),
+        headrace.RandomAutocontrast(0.1).plain(),
+        headrace.RandomEqualize(1).plain(),
+        headrace.RandomSolarize(0, 0.3).plain(),
+        headrace.RandomGrayscale(1).plain(),
+        headrace.RandomHorizontalFlip(0.25).plain(),
+        headrace.RandomAutocontrast().plain(),
+        headrace.RandomEqualize().plain(),
+    ]
+
+
+@pytest.mark.parametrize("api", ["transforms", "transforms.v2"])
+def test_what_an_erased_box_is_set_to_depends_on_what_runs_through_the_pipeline(api: str) -> None:
+    t = torchvision(api)
+    crop, floats, normalize = t.CenterCrop(8), to_floats(t), t.Normalize([0.5], [0.25])
+
+    def value(*chain: Any) -> object:
+        return from_torchvision(list(chain))["transforms"][-1]["random_erasing"]["value"]
+
+    assert value(crop, t.PILToTensor(), t.RandomErasing(value=51)) == [0.2] * 3
+    assert value(crop, *floats, t.RandomErasing(value=0.3)) == [0.3] * 3
+    assert value(crop, *floats, t.RandomErasing(value=(0.1, 0.2, 0.3))) == [0.1, 0.2, 0.3]
+    assert value(crop, *floats, normalize, t.RandomErasing()) == "mean"
+    assert value(crop, *floats, normalize, t.RandomErasing(value=1.0)) == [0.75] * 3
+    assert value(crop, *floats, normalize, t.RandomErasing(value=(0, -2, 2))) == [0.5, 0.0, 1.0]
+    assert value(crop, *floats, normalize, t.RandomApply([t.RandomErasing()], 0.5)) == "mean"
+
+
+def test_a_threshold_after_the_levels_are_floats_is_a_share_of_white(v2: Any) -> None:
+    found = translated([v2.CenterCrop(8), *to_floats(v2), v2.RandomSolarize(0.5)])
+    assert found["transforms"][1]["random_solarize"]["threshold"] == 127.5
+
+
+def test_colours_that_cannot_be_translated_are_named_with_the_reason(v1: Any, v2: Any) -> None:
+    text = refused(
+        v1.CenterCrop(8),
+        v2.RandomApply([v2.ColorJitter(0.1), v2.GaussianBlur(3)], 0.5),
+        v1.RandomApply([v1.ToTensor()], 0.5),
+        v1.Grayscale(),
+        v2.RandomPhotometricDistort(),
+        v1.RandomErasing(value="random"),
+        v2.RandomErasing(value="random"),
+    )
+    for line, (place, why) in zip(
+        text.split("\n"),
+        [
+            (
+                "[1]: RandomApply",
+                "does several transforms or none, and Headrace draws for each; use one RandomApply for",
+            ),
+            ("[2]: RandomApply", "ToTensor cannot be left out at random"),
+            ("[3]: Grayscale", "makes one channel, and Headrace's pictures have three; say num_output_channels=3"),
+            ("[4]: RandomPhotometricDistort", "Headrace has no such transform"),
+            ("[5]: RandomErasing", "value: 'random' would need a draw for each value"),
+            ("[6]: RandomErasing", "value: 'random' would need a draw for each value"),
+        ],
+        strict=True,
+    ):
+        assert line.startswith(f"from_torchvision: transforms{place}: ") and why in line
+    chain = [v1.CenterCrop(8), v1.ToTensor(), v1.Normalize(MEAN, STD)]
+    assert "stands after Normalize, and Headrace changes colours before it" in refused(*chain, v1.ColorJitter(0.1))
+    assert "[9.0, 9.0, 9.0] after Normalize are [2.546, " in refused(*chain, v1.RandomErasing(value=9))
+    assert "Put random_resized_crop before color_jitter" in refused(v1.ColorJitter(0.1), v1.RandomResizedCrop(8))
+
+
+@pytest.mark.parametrize("api", ["transforms", "transforms.v2"])
+def test_colours_give_the_same_tensor_where_nothing_is_drawn(api: str) -> None:
+    import torch
+
+    t = torchvision(api)
+    for chain, levels in (
+        ([t.ColorJitter((1.3, 1.3))], 1),
+        ([t.ColorJitter(contrast=(0.6, 0.6))], 1),
+        ([t.ColorJitter(saturation=(1.6, 1.6)), t.RandomGrayscale(1)], 2),
+        ([t.GaussianBlur((5, 9), (1.2, 1.2)), t.RandomAutocontrast(1)], 3),
+        ([t.RandomSolarize(99, 1), t.RandomPosterize(5, 1), t.RandomEqualize(1), t.RandomInvert(1)], 0),
+    ):
+        compose = t.Compose([t.CenterCrop((48, 40)), *chain, *to_floats(t), t.Normalize(MEAN, STD)])
+        theirs, ours = compose(noise(60, 50)), shown(translated(compose), noise(60, 50))
+        assert (theirs - ours).abs().max() < (levels + 0.01) / 255 / min(STD)
+    torch.manual_seed(0)
+    erase = t.Compose(
+        [t.CenterCrop(32), *to_floats(t), t.Normalize(MEAN, STD), t.RandomErasing(1.0, (0.2, 0.2), (1, 1))]
+    )
+    theirs, ours = erase(noise(32, 32)), shown(from_torchvision(erase), noise(32, 32))
+    # Each has its box elsewhere; what is in it is zero, to half a level.
+    for tensor in (theirs, ours):
+        inside = (tensor.abs() < 0.51 / 255 / min(STD)).all(dim=0).sum()
+        assert inside >= 14 * 14
+
+
 def test_all_that_cannot_be_translated_is_named_with_its_place_and_the_reason(v1: Any, v2: Any) -> None:
     import torch
 
@@ -196,7 +335,7 @@ def test_all_that_cannot_be_translated_is_named_with_its_place_and_the_reason(v1
 
     text = refused(
         v1.Resize(9, antialias=False),
-        v1.Compose([v1.ColorJitter(0.4), v1.Resize(9, interpolation=v1.InterpolationMode.NEAREST)]),
+        v1.Compose([v1.RandomRotation(9), v1.Resize(9, interpolation=v1.InterpolationMode.NEAREST)]),
         Mine(),
         Own(8),
         v1.Pad(3, padding_mode="reflect"),
@@ -216,12 +355,12 @@ def test_all_that_cannot_be_translated_is_named_with_its_place_and_the_reason(v1
         text.split("\n"),
         [
             ("[0]: Resize", "antialias=False: Headrace always antialiases"),
-            ("[1][0]: ColorJitter", "Headrace has no such transform; leave it out here, and do it to the batches"),
+            ("[1][0]: RandomRotation", "Headrace has no such transform; leave it out here, and do it to the batches"),
             ("[1][1]: Resize", "interpolation: Input should be 'bilinear', 'bicubic' or 'lanczos' (got 'nearest')"),
             ("[2]: Mine", "is no transform of torchvision's but one of"),
             ("[3]: Own", "is no transform of torchvision's but one of"),
             ("[4]: Pad", "padding_mode='reflect': Headrace pads with one colour"),
-            ("[5]: RandomApply", "Headrace has no such transform"),
+            ("[5]: RandomApply", "CenterCrop cannot be left out at random; Headrace always does it"),
             ("[6]: Normalize", "stands before the levels are floats"),
             ("[7]: ToDtype", "scale=False makes floats from 0 to 255"),
             ("[8]: ToDtype", "not float64"),
