@@ -34,7 +34,7 @@ def encoded() -> list[bytes]:
     return [file.data for file in files()]
 
 
-def test_geometry_is_as_close_as_the_page_says_but_for_the_decoding(dali_gpu: Backend, encoded: list[bytes]) -> None:
+def test_dali_gpu_parity_is_that_of_the_page_but_for_the_decoding(dali_gpu: Backend, encoded: list[bytes]) -> None:
     pillow = make("pillow")
     for row in table("Geometry"):
         assert_within(row, render(pillow, row.chain, encoded), render(dali_gpu, row.chain, encoded), DECODED)
@@ -49,7 +49,7 @@ def test_operators_for_colours_do_what_they_do_on_a_cpu(dali_gpu: Backend, encod
         assert mean <= 0.01 and most <= 1, f"{row.chain}: {mean}, {most}"
 
 
-def test_a_picture_does_not_depend_on_what_is_rendered_beside(dali_gpu: Backend, encoded: list[bytes]) -> None:
+def test_dali_gpu_purity_whatever_is_rendered_beside(dali_gpu: Backend, encoded: list[bytes]) -> None:
     chain = (
         "[{random_resized_crop: {size: 96}}, random_horizontal_flip, {color_jitter: {contrast: 0.4, hue: 0.1}}, "
         "{gaussian_blur: {kernel_size: 9}}, {random_erasing: {p: 0.8}}]"
