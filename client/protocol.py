@@ -96,6 +96,7 @@ class Pong(Message, frozen=True, tag=True):
         sessions: that it has now.
         address: of its Unix socket. Who reaches it there, and finds the same `instance`, is on the same host.
         instance: random, of this run of the daemon.
+        notices: what does not work as it is meant to, a sentence each.
     """
 
     pid: Count
@@ -107,6 +108,7 @@ class Pong(Message, frozen=True, tag=True):
     sessions: Count
     address: str
     instance: Token
+    notices: list[str]
 
 
 class Indexing(Message, frozen=True, tag=True):

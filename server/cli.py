@@ -323,7 +323,10 @@ def ping(address: Address, timeout: Annotated[float, typer.Option(min=0.001, hel
     streams = ", ".join(
         f"{name} ({'not open yet' if at is None else f'{at.samples} samples'})" for name, at in pong.streams.items()
     )
-    _out(f"headrace {pong.version}, process {pong.pid}, {pong.sessions} sessions; streams: {streams}")
+    _out(
+        f"headrace {pong.version}, process {pong.pid}, {pong.sessions} sessions; streams: {streams}",
+        *(f"  {notice}" for notice in pong.notices),
+    )
 
 
 @app.command()

@@ -383,6 +383,7 @@ class Service:
             sessions=len(self._by_token),
             address=self._listeners[0].address,
             instance=self._instance,
+            notices=self._supervisor.notices,
         )
 
     # -- streams ------------------------------------------------------------------------------------------------

@@ -371,7 +371,7 @@ class ScriptedDaemon:
     def _pong(self) -> Pong:
         return Pong(
             pid=os.getpid(), version="0", workers=[], deaths=0, seconds={}, streams={}, sessions=len(self.sessions),
-            address=self.unix_address, instance=self.instance,
+            address=self.unix_address, instance=self.instance, notices=[],
         )  # fmt: skip
 
     def _end(self, channel: Channel) -> None:

@@ -183,6 +183,8 @@ def test_dali_failing_for_good_in_the_middle_of_an_epoch_loses_and_repeats_nothi
             with pytest.raises(RenderMismatch, match="rendered by pillow/.* instead of dali-cpu/"):
                 for _ in batches:
                     pass
+        [notice] = daemon.ping().notices
+        assert notice.endswith("out of memory; chunks are rendered by pillow instead until it works again")
         log = daemon.log.read_text()
         assert log.count("dali-cpu: out of memory; chunks are rendered by pillow instead") == 1
         with Loader(daemon.address, **options) as late:  # type: ignore[arg-type]

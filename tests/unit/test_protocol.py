@@ -208,6 +208,7 @@ SOME: dict[type[Message], st.SearchStrategy[Message]] = {
         sessions=counts,
         address=names,
         instance=tokens,
+        notices=texts,
     ),
     protocol.Indexing: st.builds(protocol.Indexing, stream=names, unit=names, done=counts, total=counts),
     protocol.Welcome: st.builds(
