@@ -285,8 +285,8 @@ class DeviceWorker:
                     raise _failure(error)
                 lane.busy = False
                 self._release(len(iteration.parts))
-                self._settle(self._iterations.rendered(iteration))
                 self._watch()
+                self._settle(self._iterations.rendered(iteration))
 
     def _hand_out(self) -> None:
         for lane in self._lanes:
@@ -324,7 +324,7 @@ class DeviceWorker:
         text = f"it holds {used >> 20} MiB of memory, and workers.gpu_memory is {self._told.gpu_memory >> 20} MiB"
         failed = self._answered < _FAIR
         if failed:
-            text += f", after {self._answered} chunks: this stream needs more"
+            text += f", after the first {self._answered + 1} chunks: this stream needs more"
         log.warning("%s: it ends when it has finished what it has begun", text)
         self._leaving = Leaving(text=text, failed=failed)
 
