@@ -14,7 +14,7 @@ from headrace.pipeline.paint import paint
 from headrace.pipeline.photometric import ColorJitter, GaussianBlur, RandomEqualize, RandomErasing
 from headrace.pipeline.probe import BadPicture, Picture, probe
 from headrace.pipeline.spec import Decode
-from headrace.pipeline.transforms import Params, RandomHorizontalFlip, RandomResizedCrop, plan
+from headrace.pipeline.transforms import Pad, Params, RandomHorizontalFlip, RandomResizedCrop, Resize, plan
 
 Pixels = NDArray[np.uint8]
 HEIGHT, WIDTH = 24, 32
@@ -151,6 +151,16 @@ def test_colours_are_changed_last_by_the_steps_of_each_picture(name: str, backen
         assert (before != after).any()
         if name != "fake":
             np.testing.assert_array_equal(after, paint(Image.fromarray(before), wanted.colour, i))
+
+
+@pytest.mark.parametrize("name", ["pillow", "dali-cpu"])
+def test_colours_change_what_is_put_around_a_picture_too(backend: Backend) -> None:
+    wanted = plan([Resize((20, 28)), Pad(2, 100), ColorJitter((0.5, 0.5))], 0, 0, 0, *np.array([[60], [80]]))
+    out = slots(1)
+    assert backend.render(opened(jpegs(1)), wanted, list(out), lambda i: None) == [None]
+    frame = np.ones((HEIGHT, WIDTH), np.bool_)
+    frame[2:-2, 2:-2] = False
+    assert (out[0][frame] == 50).all() and (out[0][~frame] < 128).all()
 
 
 def test_fake_parity_with_pillow_in_all_but_the_pixels() -> None:
