@@ -31,6 +31,8 @@ class Options:
             takes depends on their batch, and so does how they look.
         batch: pictures that are worked on at once, at most, by a backend that does that.
         batch_pixels: of these, decoded as a whole, if they are several.
+        gpu_parts: whether a GPU decodes just the part that is seen, as a CPU does. For measurements alone: nothing says
+            that it gives the pixels of the whole, and nvImageCodec 0.9 crashed on some GPUs (its issue 55).
     """
 
     device: int = 0
@@ -38,6 +40,7 @@ class Options:
     hw_decoder_load: float = 0.0
     batch: int = 8
     batch_pixels: int = 1 << 24
+    gpu_parts: bool = False
 
 
 class Backend(Protocol):

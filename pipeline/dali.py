@@ -73,6 +73,7 @@ class DaliBackend:
             hw_decoder_load=options.hw_decoder_load,
         )
         self._cpu = not gpu
+        self._parts = not gpu or options.gpu_parts
         self._batch_pixels = options.batch_pixels
         self._gpu = _gpu(options.device) if gpu else None
         self._pillow = PillowBackend()
@@ -112,7 +113,7 @@ class DaliBackend:
     def _form(self, task: _Task, i: int, part: bool) -> Form:
         params = task.params
         return Form(
-            part=part and self._cpu,
+            part=part and self._parts,
             transpose=task.views[i].transpose,
             size=params.size,
             interpolation=params.interpolation,

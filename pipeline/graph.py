@@ -98,21 +98,26 @@ def build(form: Form, executor: Executor) -> Pipeline:
 
 def _decoded(form: Form, executor: Executor) -> tuple[Any, list[Any]]:
     data = fn.external_source(name="data", dtype=types.UINT8, ndim=1, no_copy=True)
-    options = {"output_type": types.RGB, "adjust_orientation": False}
-    if executor.device is not None:
-        images = fn.decoders.image(
-            data, device="mixed", hw_decoder_load=executor.hw_decoder_load, jpeg_fancy_upsampling=True, **options
-        )
-        return images, [_last_pixel(images)]
-    window = {
+    gpu = executor.device is not None
+    options: dict[str, Any] = {"device": "cpu", "output_type": types.RGB, "adjust_orientation": False}
+    if gpu:
+        options |= {
+            "device": "mixed",
+            "hw_decoder_load": executor.hw_decoder_load,
+            "jpeg_fancy_upsampling": True,
+        }
+    if not form.part:
+        images = fn.decoders.image(data, **options)
+        return images if gpu else fn.slice(images, **_window()), [_last_pixel(images)]
+    return fn.decoders.image_slice(data, **_window(), **options), []
+
+
+def _window() -> dict[str, Any]:
+    return {
         "start": fn.external_source(name="start", dtype=types.INT32, ndim=1),
         "shape": fn.external_source(name="shape", dtype=types.INT32, ndim=1),
         "axes": [0, 1],
     }
-    if form.part:
-        return fn.decoders.image_slice(data, device="cpu", **window, **options), []
-    images = fn.decoders.image(data, device="cpu", **options)
-    return fn.slice(images, **window), [_last_pixel(images)]
 
 
 def _last_pixel(images: Any) -> Any:
@@ -149,7 +154,7 @@ def inputs(form: Form, executor: Executor, views: Sequence[View], encoded: Seque
     table = np.array(ends, np.float64)
     offset, pixels, start, end, size, frame = np.moveaxis(table, 2, 0)
     fed: dict[str, Any] = {"data": [np.frombuffer(data, np.uint8) for data in encoded]}
-    if executor.device is None:
+    if executor.device is None or form.part:
         fed |= {"start": offset.astype(np.int32), "shape": pixels.astype(np.int32)}
         start, end = start - offset, end - offset
     fed |= {"roi_start": start.astype(np.float32), "roi_end": end.astype(np.float32)}
