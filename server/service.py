@@ -445,9 +445,7 @@ class Service:
             try:
                 host.at.reserve(_RESERVE)
             except HeadraceError as error:
-                host.at.close()
-                host.at = None
-                self._not_opened(host, *to_wire(error))
+                self._close(host, host.at, *to_wire(error))
                 continue
             ring = host.at.ring
             self._progress(host, "MiB", ring.reserved >> 20, ring.nbytes >> 20)
@@ -461,8 +459,17 @@ class Service:
             log.info("stream %s: %s", host.name, notice)
         for index, reason in at.ledger.convicted.items():
             log.warning("stream %s: %s is not rendered: %s", host.name, at.index.shown_full(index), reason)
-        self._supervisor.open_stream(host.number, host.spec, at.ring, at.index, at.ledger.convicted)
+        try:
+            self._supervisor.open_stream(host.number, host.spec, at.ring, at.index, at.ledger.convicted)
+        except OSError as error:
+            self._close(host, at, "HeadraceError", f"the workers cannot share its state: {error}")
+            return
         self._open(host)
+
+    def _close(self, host: _Host, at: OpenStream, kind: str, text: str) -> None:
+        at.close()
+        host.at = None
+        self._not_opened(host, kind, text)
 
     def _welcome(self, host: _Host, at: OpenStream, connection: Connection, render_id: str) -> None:
         transport = connection.transport

@@ -427,6 +427,8 @@ class Supervisor:
 
     def _in_trouble(self, worker: Member, trouble: str) -> None:
         """Say once for all workers why the fallback renders in some, and when it does in none any more."""
+        if len(worker.told) < 2:
+            return
         worker.trouble = trouble
         if trouble:
             text = (
@@ -572,7 +574,7 @@ class Supervisor:
         self._crashes += 1
         if self._crashes < _CRASHES:
             return
-        delay = self._bench.failed(now)
+        delay = self._bench.failed(now, worked=now - self._bench.next)
         self._crashes = 0
         self._backend_trouble = (
             f"{self.crew.backend}: {_CRASHES} workers ended in a row ({how}); chunks are rendered by "

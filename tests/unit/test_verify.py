@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,13 @@ from headrace.pipeline.dataset import open_index
 from headrace.pipeline.fake import REJECT
 from headrace.pipeline.ledger import Ledger
 from headrace.pipeline.spec import Config
+from headrace.protocol import RowReject
 from headrace.server import cli, ring_size, verify
+from headrace.server.journal import Journal
 from headrace.server.verify import Verification
 from headrace.slots import Ring, SlotLayout
+from headrace.workers.crew import Crew
+from headrace.workers.fill import Fill
 from headrace.workers.supervisor import Started, Supervisor
 
 
@@ -88,6 +92,22 @@ def test_workers_that_render_differently_end_it(many: Callable[[int], Path], mon
     monkeypatch.setattr(Supervisor, "start", start)
     with pytest.raises(HeadraceError, match="workers render with fake/0 and with fake/1"):
         run(config(many(6)))
+
+
+def test_what_the_fallback_judges_counts_and_is_judged_again_by_a_run_that_goes_on(
+    many: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(verify, "who_renders", lambda workers, private: Crew("fake", 1, fallback="pillow"))
+    monkeypatch.setattr(Journal, "add", lambda self, chunk, found: kept.append(chunk))
+    answered = Fill.rendered
+
+    def rendered(self: Fill, rows: Collection[int], rejects: list[RowReject], render_id: str) -> None:
+        answered(self, rows, rejects, "pillow/1" if len(rows) < 32 else render_id)
+
+    monkeypatch.setattr(Fill, "rendered", rendered)
+    assert run(config(many(70))) == []
+    assert kept == [0, 1]
 
 
 def test_progress_grows_to_all_samples_and_says_what_was_found(many: Callable[[int], Path]) -> None:
