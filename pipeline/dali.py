@@ -11,6 +11,7 @@ stand, or where DALI refuses it also alone, Pillow's: so who renders a picture d
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import re
@@ -24,8 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-# DALI reads it as it is loaded. What would be printed for each damaged picture is told as its verdict.
+# DALI reads these as it is loaded. What would be printed for each damaged picture is told as its verdict; and large
+# blocks of host memory are not to be kept in a pool, which remembers the largest picture for good.
 os.environ.setdefault("DALI_NVIMGCODEC_LOG_LEVEL", "0")
+os.environ.setdefault("DALI_MALLOC_POOL_THRESHOLD", "0")
 
 import nvidia.dali as dali
 
@@ -162,6 +165,10 @@ class DaliBackend:
         for k, i in enumerate(rows if self._gpu is None else ()):
             steps = task.params.colour if self._cpu else ()
             task.out[i][...] = np.asarray(paint(Image.fromarray(images[k]), steps, i)) if steps else images[k]
+        if self._cpu and sum(task.pixels(i) for i in rows) > self._batch_pixels:
+            # It would keep the memory of a giant; and it refers to itself.
+            self._pipelines.pop(form, None)
+            gc.collect()
         if last and not judged:
             for k, i in enumerate(rows):
                 self._judge(task, i, last[0][k].tobytes())
@@ -202,7 +209,7 @@ class DaliBackend:
             raise BackendFailed(f"CUDA: {error}") from error
         except (RuntimeError, MemoryError) as error:
             self._pipelines.pop(form, None)  # it is good for nothing after an error
-            text = str(error)
+            text = str(error).rpartition("encountered:")[2].strip()  # before it come lines of our own source
         if _OUT_OF_MEMORY.search(text):
             raise BackendFailed(f"DALI: {text}")
         raise _Refused(text)
