@@ -8,7 +8,7 @@ PIP := PYTHONWARNINGS='ignore:Editable installation' .venv/bin/pip
 EDITABLE := --no-build-isolation --config-settings editable_mode=strict --editable
 SOURCES := $(sort $(wildcard $(addsuffix /*.py,client pipeline workers server)))
 
-.PHONY: demo test check soak bench clean env-demo env-dev
+.PHONY: demo test test-gpu check soak bench clean env-demo env-dev
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -22,6 +22,10 @@ demo: env-demo
 # In the order of their folders, so that the small modules come last and all processes end at about the same time.
 test: env-dev
 	.venv/bin/pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder
+
+# On a machine with an NVIDIA GPU; elsewhere each of them says why it is skipped.
+test-gpu: env-dev
+	.venv/bin/pytest -m gpu tests/gpu
 
 check: env-dev
 	.venv/bin/ruff check .
