@@ -19,7 +19,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -32,13 +32,13 @@ from headrace.pipeline.spec import Stream
 from headrace.protocol import RowReject
 from headrace.slots import Ring, Status
 from headrace.workers import messages
-from headrace.workers.backoff import Backoff
 from headrace.workers.crew import Crew
 from headrace.workers.fill import GaveUp, Part
 from headrace.workers.loop import Loop
 from headrace.workers.member import Given, Job, Member
 from headrace.workers.messages import Convict, Leaving, Open, Ready, Render, Rendered, RenderFailed
 from headrace.workers.process import Child
+from headrace.workers.roster import CPU_DELAYS, KILLED_DELAY, Roster
 
 log = logging.getLogger(__name__)
 
@@ -49,18 +49,6 @@ HANG_TIMEOUT = 300.0
 STOPPED_TIMEOUT = 20.0
 #: Seconds that a worker may take to be ready: importing a large library from a cold disk.
 _START_TIMEOUT = 120.0
-#: CPU workers that end by themselves before they are ready, in a row, after which there is no point in waiting.
-_STARTS = 3
-#: Seconds before the next start of a CPU worker, after so many of these.
-_CPU_DELAYS = (0.2, 1.0, 5.0)
-#: The same after one that was killed before it was ready.
-_KILLED_BACKOFF = 0.2
-#: Seconds before a device is tried again.
-_DEVICE_DELAYS = (1.0, 5.0, 30.0, 60.0, 300.0, 900.0)
-#: Crashes of CPU workers in a row, with nothing rendered in between, that tell against their backend, and for how many
-#: seconds it is left alone then. A single picture costs two.
-_CRASHES = 5
-_BACKEND_DELAYS = (30.0, 300.0, 1800.0)
 #: Signals by which a process ends itself.
 _OWN_SIGNALS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 #: Seconds that CPU workers stay without work once a device renders again.
@@ -122,16 +110,6 @@ class _Stream:
     wholes: int  # a descriptor
 
 
-@dataclass(eq=False, slots=True)
-class _Device:
-    """A GPU, its worker, and why it does not work ("": it does, as far as one knows)."""
-
-    number: int
-    worker: Member | None = None
-    trouble: str = ""
-    backoff: Backoff = field(default_factory=lambda: Backoff(_DEVICE_DELAYS))
-
-
 class Supervisor:
     """
     Args:
@@ -153,13 +131,8 @@ class Supervisor:
         self._hang_timeout = hang_timeout
         self._streams: dict[int, _Stream] = {}
         self._workers: list[Member] = []
-        self._devices = [_Device(number) for number in crew.devices]
+        self._roster = Roster(crew)
         self._again: deque[Job] = deque()
-        self._starts = Backoff(_CPU_DELAYS)  # of CPU workers, by those that end before they are ready
-        self._bench = Backoff(_BACKEND_DELAYS)  # for their backend, if it kills them
-        self._crashes = 0
-        self._backend_trouble = ""
-        self._said: set[str] = set()
         self._stopping = False
 
     # -- for the service ------------------------------------------------------------------------------------
@@ -186,8 +159,7 @@ class Supervisor:
     @property
     def notices(self) -> list[str]:
         """What does not work as it is meant to, a sentence each."""
-        down = [f"GPU {d.number}: {d.trouble}; {self._instead()}" for d in self._devices if d.trouble]
-        return [*down, *([self._backend_trouble] if self._backend_trouble else []), *sorted(self._said)]
+        return self._roster.notices
 
     @property
     def idle(self) -> bool:
@@ -251,81 +223,60 @@ class Supervisor:
 
     # -- who is there ---------------------------------------------------------------------------------------
 
-    @property
-    def _all_down(self) -> bool:
-        """Whether there are only CPU workers to render."""
-        return all(device.trouble for device in self._devices)
-
-    def _instead(self) -> str:
-        if self._all_down:
-            return (
-                f"chunks are rendered by {self.crew.processes} CPU workers ({self.crew.cpu_backend}) until it is back"
-            )
-        return "the others render its chunks until it is back"
-
     def _serves(self, worker: Member) -> bool:
         """Whether it is of the kind that renders now."""
         if worker.device is not None:
-            return not self._all_down
-        return self._all_down and worker.told == self._cpu_backends(time.monotonic())
-
-    def _cpu_backends(self, now: float) -> tuple[str, ...]:
-        """What a CPU worker is started with."""
-        crew = self.crew
-        if crew.devices or crew.fallback is None:
-            return (crew.cpu_backend,)
-        return (crew.backend, crew.fallback) if self._bench.due(now) else (crew.fallback,)
+            return not self._roster.on_cpu
+        return self._roster.on_cpu and worker.told == self._roster.cpu_backends(time.monotonic())
 
     def _cpu_workers(self) -> int:
         """How many are needed."""
-        if self._all_down:
-            return self.crew.processes
-        return int(any(job.fill.part().fallback for job in self._again))
+        return self._roster.cpu_workers(fallback=any(job.fill.part().fallback for job in self._again))
 
     def _superfluous(self, worker: Member, now: float) -> bool:
         if worker.device is not None or worker.retired:
             return False
-        return worker.told != self._cpu_backends(now) or (not self._cpu_workers() and now - worker.moved > _LINGER)
+        idle = now - worker.moved > _LINGER and not self._cpu_workers()
+        return idle or worker.told != self._roster.cpu_backends(now)
 
     def _staff(self) -> None:
         """Start who is missing, as far as it is time."""
         if self._stopping:
             return
         now = time.monotonic()
-        for device in self._devices:
-            if device.worker is None and device.backoff.due(now):
+        here = [worker.device for worker in self._workers if not worker.retired]
+        for device in self.crew.devices:
+            if device not in here and self._roster.device_due(device, now):
                 self._start_device(device, now)
-        here = sum(worker.device is None and not worker.retired for worker in self._workers)
-        for _ in range(here, self._cpu_workers()):
-            if not self._starts.due(now) or not self._start_cpu(now):
+        for _ in range(here.count(None), self._cpu_workers()):
+            if not self._roster.cpu_due(now) or not self._start_cpu(now):
                 break
 
-    def _start_device(self, device: _Device, now: float) -> None:
+    def _start_device(self, device: int, now: float) -> None:
         try:
-            child = Child(self.crew.device_module, self.crew.device_argument(device.number))
+            child = Child(self.crew.device_module, self.crew.device_argument(device))
         except OSError as error:
             self._device_failed(device, f"its worker cannot be started: {error}", now)
-            return
-        device.worker = self._welcome(Member(child, (), device.number, self.crew.in_flight, now))
+        else:
+            self._welcome(Member(child, (), device, self.crew.in_flight, now))
 
     def _start_cpu(self, now: float) -> bool:
-        told = self._cpu_backends(now)
+        told = self._roster.cpu_backends(now)
         try:
             child = Child(self.crew.cpu_module, *told)
         except OSError as error:  # no descriptors, processes or memory left: that may pass
             log.error("a worker cannot be started: %s", error)
-            self._starts.next = now + _CPU_DELAYS[-1]
+            self._roster.cpu_put_off(now + CPU_DELAYS[-1])
             return False
         self._welcome(Member(child, told, None, 1, now))
         return True
 
-    def _welcome(self, worker: Member) -> Member:
+    def _welcome(self, worker: Member) -> None:
         self._workers.append(worker)
         self._loop.watch(worker.child.channel, lambda: self._heard(worker))
         self._loop.watch(worker.child.pidfd, lambda: self._ended(worker))
         for number in self._streams:
             self._tell_stream(worker, number)
-        return worker
 
     def _retire(self, worker: Member, now: float) -> None:
         """Have it end, by the end of its channel."""
@@ -397,23 +348,23 @@ class Supervisor:
 
     def _is_ready(self, worker: Member, message: Ready) -> None:
         worker.render_id, worker.ready_since = message.render_id, worker.moved
-        if worker.device is None:
-            self._starts.failures = 0
-            self._in_trouble(worker, message.trouble)
-        for device in self._devices:
-            if device.worker is worker and device.trouble:
-                log.warning("GPU %d works again: chunks go to it", device.number)
-                device.trouble = ""
+        if worker.device is not None:
+            _warn(self._roster.device_ready(worker.device))
+        else:
+            self._roster.cpu_ready()
+            if message.trouble:
+                self._fell_back(worker, message.trouble)
         self._report(Started(message.render_id))
 
     def _rendered(self, worker: Member, given: Given, message: Rendered) -> None:
         worker.answered += 1
         if not given.part.fallback:
             worker.render_id = message.render_id
-            if worker.device is None:
-                self._in_trouble(worker, message.trouble)
-                if not message.trouble:
-                    self._backend_works(worker)
+            if message.trouble:
+                self._fell_back(worker, message.trouble)
+            elif len(worker.told) > 1:
+                worker.trouble = ""
+                _warn(self._roster.works(everywhere=not any(one.trouble for one in self._workers)))
         for stage, seconds in message.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
         self.nbytes += message.nbytes
@@ -425,22 +376,9 @@ class Supervisor:
         else:
             self._again.appendleft(job)
 
-    def _in_trouble(self, worker: Member, trouble: str) -> None:
-        """Say once for all workers why the fallback renders in some, and when it does in none any more."""
-        if len(worker.told) < 2:
-            return
+    def _fell_back(self, worker: Member, trouble: str) -> None:
         worker.trouble = trouble
-        if trouble:
-            text = (
-                f"{self.crew.backend}: {trouble}; chunks are rendered by {self.crew.fallback} instead until it works "
-                "again"
-            )
-            if text not in self._said:
-                log.error("%s; it is tried again from time to time", text)
-                self._said.add(text)
-        elif self._said and not any(one.trouble for one in self._workers):
-            log.warning("%s works again: chunks are rendered by it", self.crew.backend)
-            self._said.clear()
+        _fail(self._roster.fell_back(trouble))
 
     # -- jobs -----------------------------------------------------------------------------------------------
 
@@ -526,29 +464,23 @@ class Supervisor:
                 self._again.appendleft(one.job)
             else:
                 self._take_back(one, how, alone=len(given) == 1)
-        own = bool(worker.hung) or status >= 0 or -status in _OWN_SIGNALS
-        for device in self._devices:
-            if device.worker is worker:
-                device.worker = None
-                self._lost_device(device, worker, how, now)
-        if worker.device is None:
-            self._lost_cpu(worker, how, now, own=own)
+        if worker.device is not None:
+            self._lost_device(worker, worker.device, how, now)
+        else:
+            self._lost_cpu(worker, how, now, own=bool(worker.hung) or status >= 0 or -status in _OWN_SIGNALS)
 
-    def _lost_device(self, device: _Device, worker: Member, how: str, now: float) -> None:
+    def _lost_device(self, worker: Member, device: int, how: str, now: float) -> None:
         if worker.leaving is None:
-            how = f"its worker ended by {how}" if not worker.hung else f"its worker: {how}"
+            how = f"its worker: {how}" if worker.hung else f"its worker ended by {how}"
         elif not worker.leaving.failed and worker.answered:
-            log.warning("GPU %d: its worker is replaced: %s", device.number, how)
+            log.warning("GPU %d: its worker is replaced: %s", device, how)
             return
         worked = worker.moved - worker.ready_since if worker.render_id is not None else 0.0  # not while it hung
         self._device_failed(device, how, now, worked)
 
-    def _device_failed(self, device: _Device, trouble: str, now: float, worked: float = 0.0) -> None:
-        level = logging.ERROR if trouble != device.trouble else logging.DEBUG
-        device.trouble = trouble
-        delay = device.backoff.failed(now, worked)
-        log.log(level, "GPU %d: %s; %s; trying again in %.0f s", device.number, trouble, self._instead(), delay)
-        if self._all_down and (render_id := self.render_id) is not None:
+    def _device_failed(self, device: int, trouble: str, now: float, worked: float = 0.0) -> None:
+        _fail(self._roster.device_failed(device, trouble, now, worked))
+        if self._roster.on_cpu and (render_id := self.render_id) is not None:
             self._report(Started(render_id))  # CPU workers that are there already: who waited for the device has them
 
     def _lost_cpu(self, worker: Member, how: str, now: float, *, own: bool) -> None:
@@ -557,38 +489,12 @@ class Supervisor:
         Args:
             own: it was not killed by somebody else.
         """
-        self._starts.next = now
         failed = worker.leaving is not None and worker.leaving.failed
+        self._roster.cpu_put_off(now + KILLED_DELAY if worker.render_id is None else now)
         if own and not failed and len(worker.told) > 1:
-            self._backend_crashed(worker, how, now)
-        elif failed or (own and worker.render_id is None):
-            self._starts.failed(now)
-            if self._starts.failures >= _STARTS:
-                self._give_up(f"workers end before they are ready ({how}, {self._starts.failures} times); see the log")
-        elif worker.render_id is None:  # whoever sends a signal does not mean the start
-            self._starts.next = now + _KILLED_BACKOFF
-
-    def _backend_crashed(self, worker: Member, how: str, now: float) -> None:
-        if worker.render_id is None:
-            self._starts.next = now + _KILLED_BACKOFF
-        self._crashes += 1
-        if self._crashes < _CRASHES:
-            return
-        delay = self._bench.failed(now, worked=now - self._bench.next)
-        self._crashes = 0
-        self._backend_trouble = (
-            f"{self.crew.backend}: {_CRASHES} workers ended in a row ({how}); chunks are rendered by "
-            f"{self.crew.fallback} alone until it works again"
-        )
-        log.error("%s; trying again in %.0f s", self._backend_trouble, delay)
-
-    def _backend_works(self, worker: Member) -> None:
-        if len(worker.told) < 2:
-            return
-        self._crashes = 0
-        if self._backend_trouble:
-            log.warning("%s works again: chunks are rendered by it", self.crew.backend)
-            self._backend_trouble = ""
+            _fail(self._roster.crashed(how, now))
+        elif (failed or (own and worker.render_id is None)) and (text := self._roster.cpu_failed(how, now)):
+            self._give_up(text)
 
     def _take_back(self, given: Given, how: str, *, alone: bool) -> None:
         job = given.job
@@ -615,12 +521,22 @@ class Supervisor:
         """No CPU worker starts: what only they can do fails. It goes on being tried."""
         log.error("%s", text)
         for job in list(self._again):
-            if self._all_down or job.fill.part().fallback:
+            if self._roster.on_cpu or job.fill.part().fallback:
                 self._again.remove(job)
                 self._report(Failed(job, "HeadraceError", text))
-        if self._all_down:
+        if self._roster.on_cpu:
             self._report(Broken(text))
 
     def _unwatch(self, worker: Member) -> None:
         self._loop.unwatch(worker.child.channel)
         self._loop.unwatch(worker.child.pidfd)
+
+
+def _warn(text: str) -> None:
+    if text:
+        log.warning("%s", text)
+
+
+def _fail(text: str) -> None:
+    if text:
+        log.error("%s", text)

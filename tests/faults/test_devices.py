@@ -15,7 +15,7 @@ from plant import CHUNK, Plant, plants, poison, run_epoch
 
 from headrace.pipeline.fake import CRASH
 from headrace.slots import Status
-from headrace.workers import supervisor
+from headrace.workers import roster, supervisor
 from headrace.workers.crew import Crew
 from headrace.workers.supervisor import Convicted, Finished
 
@@ -40,7 +40,7 @@ class Order:
 def order(home: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
     monkeypatch.setenv(fake_device.VARIABLE, str(home / "order"))
     monkeypatch.setenv("PYTHONPATH", str(Path(fake_device.__file__).parent), prepend=os.pathsep)
-    monkeypatch.setattr(supervisor, "_DEVICE_DELAYS", (0.3, 1.0))
+    monkeypatch.setattr(roster, "DEVICE_DELAYS", (0.3, 1.0))
     return Order(home / "order")
 
 
@@ -219,7 +219,7 @@ def test_a_picture_that_kills_the_device_and_the_cpu_worker_is_convicted_and_no_
 def test_the_real_worker_of_a_device_may_be_killed_at_any_moment(
     plant: Callable[..., Plant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_DEVICE_DELAYS", (0.0,))
+    monkeypatch.setattr(roster, "DEVICE_DELAYS", (0.0,))
     at = plant(200, module="headrace.workers.device")
     kills = 0
 

@@ -16,7 +16,7 @@ from service import Daemon, stream
 
 from headrace import Loader
 from headrace.errors import RenderMismatch
-from headrace.workers import supervisor
+from headrace.workers import roster
 from headrace.workers.crew import Crew
 from headrace.workers.supervisor import Convicted, Finished
 
@@ -85,7 +85,7 @@ def test_a_backend_that_fails_in_an_epoch_is_replaced_in_all_workers_and_said_on
 
     done = run_epoch(at, 20, disturb)
     assert ids(done)[:5] == [FIRST] * 5 and ids(done)[10:] == [FALLBACK] * 10
-    text = "brittle: out of memory; chunks are rendered by fake instead until it works again"
+    text = "brittle: out of memory; chunks are rendered by fake until it works again"
     assert errors(caplog) == [f"{text}; it is tried again from time to time"]
     assert at.supervisor.notices == [text] and at.supervisor.render_id == FALLBACK
     assert at.supervisor.deaths == 0
@@ -104,9 +104,7 @@ def test_where_the_backend_is_absent_the_fallback_renders_from_the_start(
     order("absent")
     at = plant(8)
     assert set(ids(run_epoch(at, 2))) == {FALLBACK} and at.supervisor.deaths == 0
-    assert at.supervisor.notices == [
-        "brittle: it is not installed; chunks are rendered by fake instead until it works again"
-    ]
+    assert at.supervisor.notices == ["brittle: it is not installed; chunks are rendered by fake until it works again"]
 
 
 def test_a_picture_that_kills_one_backend_is_rendered_by_the_other_and_its_chunk_names_both(
@@ -123,8 +121,8 @@ def test_a_picture_that_kills_one_backend_is_rendered_by_the_other_and_its_chunk
 def test_a_backend_that_kills_worker_after_worker_is_left_alone_for_a_while(
     plant: Callable[..., Plant], order: Order, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "_CRASHES", 3)
-    monkeypatch.setattr(supervisor, "_BACKEND_DELAYS", (3.0, 1000.0))
+    monkeypatch.setattr(roster, "CRASHES", 3)
+    monkeypatch.setattr(roster, "BACKEND_DELAYS", (3.0, 1000.0))
     order("crash")
     at = plant(40)
     done: list[str] = []
@@ -184,13 +182,13 @@ def test_dali_failing_for_good_in_the_middle_of_an_epoch_loses_and_repeats_nothi
                 for _ in batches:
                     pass
         [notice] = daemon.ping().notices
-        assert notice.endswith("out of memory; chunks are rendered by pillow instead until it works again")
+        assert notice.endswith("out of memory; chunks are rendered by pillow until it works again")
         log = daemon.log.read_text()
-        assert log.count("dali-cpu: out of memory; chunks are rendered by pillow instead") == 1
+        assert log.count("dali-cpu: out of memory; chunks are rendered by pillow") == 1
         with Loader(daemon.address, **options) as late:  # type: ignore[arg-type]
             assert late.stats()["render_ids"] == seen[0]
     assert got[:2] == want[:2] and sorted(got[0]) == list(range(96))
     assert np.abs(got[2].astype(int) - want[2]).mean() < 0.5
     assert [one.partition("/")[0] for one in seen[1]] == ["dali-cpu", "pillow"]
     said = [message for message in caplog.messages if message.startswith("pictures come from pillow/")]
-    assert len(said) == 1 and any("chunks are rendered by pillow instead" in message for message in caplog.messages)
+    assert len(said) == 1 and any("chunks are rendered by pillow" in message for message in caplog.messages)
