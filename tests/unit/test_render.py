@@ -25,6 +25,7 @@ from headrace.pipeline.spec import Config
 from headrace.slots import Ring, Status
 
 SIZE = 24
+RENDERERS = ["pillow", "dali-cpu"]
 
 
 class Bench:
@@ -37,13 +38,14 @@ class Bench:
         shuffle: bool = True,
         transforms: object = None,
         dataset: dict[str, str] | None = None,
+        backend: str = "pillow",
     ) -> None:
         transforms = transforms or [{"random_resized_crop": {"size": SIZE}}, "random_horizontal_flip"]
         source = dataset or {"folder": str(folder)}
         stream = {"dataset": source, "shuffle": shuffle, "chunk": chunk, "transforms": transforms}
         self.stream = Config.load({"streams": {"s": stream}}).streams["s"]
         self.index: Index = open_index(self.stream.dataset, cache)
-        self.backend = make("pillow")
+        self.backend = make(backend)
         self.ring = Ring.create(self.stream.layout(self.index), 2)
         self.renderer = ChunkRenderer(self.stream, self.index, self.backend)
 
@@ -71,15 +73,19 @@ def bench(home: Path) -> Iterator[Callable[..., Bench]]:
         one.close()
 
 
-def test_a_chunk_depends_on_its_address_alone(bench: Callable[..., Bench], photos: Path) -> None:
-    at = bench(photos)
+@pytest.mark.parametrize("name", RENDERERS)
+def test_a_chunk_depends_on_its_address_alone(bench: Callable[..., Bench], photos: Path, name: str) -> None:
+    at = bench(photos, backend=name)
     first = at.pixels(3, 2)
     at.pixels(0, 0), at.pixels(3, 1)
     assert at.pixels(3, 2, slot=1) == first != at.pixels(4, 2)
 
 
-def test_rows_alone_give_the_same_pixels_as_the_whole_chunk(bench: Callable[..., Bench], photos: Path) -> None:
-    at = bench(photos)
+@pytest.mark.parametrize("name", RENDERERS)
+def test_rows_alone_give_the_same_pixels_as_the_whole_chunk(
+    bench: Callable[..., Bench], photos: Path, name: str
+) -> None:
+    at = bench(photos, backend=name)
     whole, single = at.ring.views
     at.renderer.render(1, 3, whole)
     for rows in ((4,), (0, 2), (1, 3)):
@@ -88,8 +94,9 @@ def test_rows_alone_give_the_same_pixels_as_the_whole_chunk(bench: Callable[...,
     np.testing.assert_array_equal(whole.status, single.status)
 
 
-def test_the_chunk_size_changes_no_picture(bench: Callable[..., Bench], photos: Path) -> None:
-    small, large = bench(photos, chunk=5), bench(photos, chunk=48)
+@pytest.mark.parametrize("name", RENDERERS)
+def test_the_chunk_size_changes_no_picture(bench: Callable[..., Bench], photos: Path, name: str) -> None:
+    small, large = bench(photos, chunk=5, backend=name), bench(photos, chunk=48, backend=name)
     together = large.pixels(0, 0)
     assert b"".join(small.pixels(0, chunk) for chunk in range(small.renderer.chunks)) == together
 
@@ -158,13 +165,16 @@ def test_without_texts_all_of_them_end_at_nothing(bench: Callable[..., Bench], p
     assert not view.ends.any() and not view.text.size
 
 
-def test_a_bad_picture_is_black_named_and_alone(bench: Callable[..., Bench], many: Callable[[int], Path]) -> None:
+@pytest.mark.parametrize("name", RENDERERS)
+def test_a_bad_picture_is_black_named_and_alone(
+    bench: Callable[..., Bench], many: Callable[[int], Path], name: str
+) -> None:
     folder = many(10)
     victim = sorted(folder.glob("*/*"))[3]
     data = victim.read_bytes()
     victim.unlink()
     victim.write_bytes(data[: len(data) // 2])
-    at = bench(folder, chunk=10, shuffle=False)
+    at = bench(folder, chunk=10, shuffle=False, backend=name)
     view = at.ring.views[0]
     view.images[:] = 77
     result = at.renderer.render(0, 0, view)
