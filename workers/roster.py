@@ -16,8 +16,8 @@ KILLED_DELAY = 0.2
 #: Seconds before a device is tried again.
 DEVICE_DELAYS = (1.0, 5.0, 30.0, 60.0, 300.0, 900.0)
 #: Crashes of CPU workers in a row, with nothing rendered in between, that tell against their backend, and for how many
-#: seconds it is left alone then. A single picture costs two.
-CRASHES = 5
+#: seconds it is left alone then. A single picture costs two, and a chunk is given up after `fill.UNEXPLAINED`.
+CRASHES = 4
 BACKEND_DELAYS = (30.0, 300.0, 1800.0)
 
 

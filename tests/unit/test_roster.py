@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.workers.crew import Crew
+from headrace.workers.fill import UNEXPLAINED
 from headrace.workers.roster import BACKEND_DELAYS, CPU_DELAYS, CRASHES, DEVICE_DELAYS, STARTS, Roster
 
 GPU = Crew("dali-gpu", 3, (0, 2), fallback="pillow")
@@ -76,6 +77,7 @@ def test_workers_that_end_before_they_are_ready_are_put_off_and_at_last_given_up
 
 
 def test_a_backend_that_kills_its_workers_in_a_row_is_left_alone_for_a_while() -> None:
+    assert 2 < CRASHES < UNEXPLAINED
     at, now = Roster(CPU), 100.0
     for _ in range(3 * CRASHES):  # with pictures in between it is the pictures
         assert at.crashed("signal 11", now) == "" and at.works(everywhere=True) == ""
@@ -101,7 +103,7 @@ def test_a_backend_that_fails_is_told_once_for_all_workers_until_it_works_in_all
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 2]), st.booleans(), st.floats(0, 30)), max_size=80))
-def test_cpu_workers_are_wanted_only_while_no_device_is_ready_and_none_is_started_in_a_spin(
+def test_cpu_workers_are_wanted_only_while_no_device_works_and_none_is_started_in_a_spin(
     events: list[tuple[int, bool, float]],
 ) -> None:
     at, now = Roster(GPU), 0.0
