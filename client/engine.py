@@ -37,7 +37,7 @@ from headrace.errors import (
     from_wire,
 )
 from headrace.form import Form
-from headrace.protocol import MAX_OUTSTANDING, Failed, RowReject, Welcome
+from headrace.protocol import IMPURE, MAX_OUTSTANDING, Failed, RowReject, Welcome
 from headrace.session import Delivery, Interrupted, Refusal, Session
 from headrace.slots import Status
 from headrace.transport import Transport, open_session
@@ -423,6 +423,11 @@ class Engine:
             self._moved()
 
     def _check_render(self, render_id: str) -> RenderMismatch | None:
+        if self._exact and IMPURE in render_id:
+            return RenderMismatch(
+                f"exact=True, and a chunk was rendered by {render_id}: with a share of pictures for the JPEG engine of "
+                "the GPU, each depends a little on those beside it. Set workers.hw_decoder_load to 0 or 1"
+            )
         if render_id == self.welcome.render_id:
             return None
         if self._exact:

@@ -30,6 +30,10 @@ MAX_OUTSTANDING = 1024
 #: Data connections that one session may have over tcp.
 MAX_LANES = 16
 
+#: In a render id: equal ids do not give equal bytes, because a picture depends a little on those beside it. What makes
+#: it so follows, the share of `workers.hw_decoder_load`.
+IMPURE = "hw_decoder_load-"
+
 #: What fits into the int64 of an array, so that nothing overflows behind the decoder.
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(max_length=1024)]

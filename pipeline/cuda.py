@@ -14,6 +14,8 @@ from typing import Any
 
 _LIBRARY = "libcuda.so.1"
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for every context
+_NAME = 256  # bytes
+_CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, …_MINOR
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 
 #: (address to write, address on the device, bytes)
@@ -78,6 +80,21 @@ class Device:
                     )
             finally:  # also of copies before one that was refused
                 self._call("cuStreamSynchronize", self._stream)
+
+    @property
+    def kind(self) -> str:
+        """What it is: name and compute capability, such as "NVIDIA H200 9.0".
+
+        Raises:
+            CudaError: the device does not answer.
+        """
+        name, numbers = ctypes.create_string_buffer(_NAME), []
+        self._call("cuDeviceGetName", name, _NAME, self._device)
+        for attribute in _CAPABILITY:
+            number = ctypes.c_int()
+            self._call("cuDeviceGetAttribute", ctypes.byref(number), attribute, self._device)
+            numbers.append(number.value)
+        return f"{name.value.decode(errors='replace')} {numbers[0]}.{numbers[1]}"
 
     @property
     def free(self) -> int:

@@ -42,6 +42,7 @@ from headrace.pipeline.pillow import PillowBackend, decode
 from headrace.pipeline.probe import BadPicture, Picture
 from headrace.pipeline.transforms import Params
 from headrace.pipeline.view import View
+from headrace.protocol import IMPURE
 
 #: Pipelines that are kept; one takes ten milliseconds to build, and some threads.
 _PIPELINES = 8
@@ -81,8 +82,20 @@ class DaliBackend:
         self._gpu = _gpu(options.device) if gpu else None
         self._pillow = PillowBackend()
         self._pipelines: dict[Form, Any] = {}
-        self.render_id = f"{'dali-gpu' if gpu else 'dali-cpu'}/{_versions()}/{self._pillow.render_id}"
+        self.render_id = "/".join(self._identity(options))
         self._check()
+
+    def _identity(self, options: Options) -> Iterator[str]:
+        yield "dali-cpu" if self._gpu is None else "dali-gpu"
+        yield _versions()
+        if self._gpu is not None:
+            try:
+                yield self._gpu.kind
+            except CudaError as error:
+                raise BackendFailed(f"CUDA: {error}") from error
+            if 0 < options.hw_decoder_load < 1:
+                yield f"{IMPURE}{options.hw_decoder_load}"
+        yield self._pillow.render_id
 
     def render(
         self,

@@ -222,6 +222,17 @@ def test_another_renderer_is_logged_and_refused_where_exact_is_asked_for(
         daemon.wait_released()
 
 
+def test_a_renderer_whose_equal_ids_mean_less_is_refused_where_exact_is_asked_for(socket_file: Path) -> None:
+    with ScriptedDaemon(socket_file) as daemon:
+        daemon.render_id = "dali-gpu/2.4.0/hw_decoder_load-0.5/pillow/13.0.0"
+        with open_loader(daemon) as loader:
+            check_epoch(loader, 0)
+        with open_loader(daemon, exact=True) as loader:
+            with pytest.raises(RenderMismatch, match="hw_decoder_load to 0 or 1"):
+                next(iter(loader))
+        daemon.wait_released()
+
+
 # -- handshake ----------------------------------------------------------------------------------------------
 
 

@@ -63,6 +63,12 @@ class Driver:
             ctypes.memmove(to, start, nbytes)
         self.waiting.clear()
 
+    def _cuDeviceGetName(self, name: Any, length: int, device: Any) -> None:
+        name.value = b"Fake GPU"[:length]
+
+    def _cuDeviceGetAttribute(self, number: Any, attribute: int, device: Any) -> None:
+        number._obj.value = {75: 9, 76: 1}[attribute]
+
     def _cuMemGetInfo_v2(self, free: Any, total: Any) -> None:
         assert self.depth
         free._obj.value, total._obj.value = 7 << 30, 8 << 30
@@ -103,6 +109,10 @@ def test_locked_memory_is_unlocked_with_the_device_and_the_context_released_once
 
 def test_the_free_memory_is_the_drivers_word() -> None:
     assert Device(0, lambda _: Driver()).free == 7 << 30
+
+
+def test_a_device_is_named_with_its_compute_capability() -> None:
+    assert Device(0, lambda _: Driver()).kind == "Fake GPU 9.1"
 
 
 @pytest.mark.parametrize("call", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"])

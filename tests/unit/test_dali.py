@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -393,6 +394,27 @@ def test_a_device_that_does_not_give_its_pixels_has_failed() -> None:
     ours._gpu = Fetching("cuStreamSynchronize: an illegal memory access")  # type: ignore[assignment]
     with pytest.raises(BackendFailed, match="CUDA: cuStreamSynchronize: an illegal"):
         render(ours, [JPEGS["4:2:0"]], full([JPEGS["4:2:0"]]))
+
+
+@pytest.mark.parametrize(
+    ("share", "part"), [(0.0, ""), (1.0, ""), (0.25, "hw_decoder_load-0.25/")], ids=["none", "all", "some"]
+)
+def test_the_render_id_of_a_gpu_says_which_kind_and_whether_pictures_depend_on_each_other(
+    pillow: Backend, monkeypatch: pytest.MonkeyPatch, share: float, part: str
+) -> None:
+    class Device:
+        kind = "NVIDIA H200 9.0"
+
+    monkeypatch.setattr(dali, "_gpu", lambda number: Device())
+    monkeypatch.setattr(dali.DaliBackend, "_check", lambda self: None)
+    made = make("dali-gpu", Options(hw_decoder_load=share))
+    versions = r"dali-gpu/\d+\.\d+\.\d+/nvimgcodec-[\d.]+"
+    assert re.fullmatch(f"{versions}/NVIDIA H200 9\\.0/{part}{re.escape(pillow.render_id)}", made.render_id)
+
+
+def test_the_render_id_of_a_cpu_names_dali_its_decoder_and_pillow(backend: Backend, pillow: Backend) -> None:
+    assert re.fullmatch(r"dali-cpu/\d+\.\d+\.\d+/nvimgcodec-[\d.]+/(.*)", backend.render_id)
+    assert backend.render_id.endswith(f"/{pillow.render_id}")
 
 
 # -- geometry ---------------------------------------------------------------------------------------------------
