@@ -8,7 +8,7 @@ import io
 import re
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,10 @@ from service import Daemon
 
 from headrace import Loader
 from headrace.pipeline import heif
+from headrace.pipeline.backend import Backend, make
+from headrace.pipeline.probe import BadPicture, Picture, probe
+from headrace.pipeline.spec import Decode
+from headrace.pipeline.transforms import CenterCrop, Params, plan
 
 SOURCES = ["folder", "list", "shards"]
 Pixels = NDArray[np.uint8]
@@ -286,3 +290,103 @@ def test_other_sources_give_the_same_pictures_labels_and_rejects(scene: Scene, f
 def test_another_epoch_gives_and_rejects_the_same(scene: Scene, from_folder: Seen, transport: str) -> None:
     again = scene.epoch("folder", 1, transport)
     assert again.rejected == from_folder.rejected and again.delivered == from_folder.delivered
+
+
+# -- backends and windows, without a daemon -------------------------------------------------------------------
+
+
+@pytest.fixture(params=["made", "given"])
+def collection(request: pytest.FixtureRequest, home: Path) -> tuple[Collection, tuple[int, int]]:
+    """And the size to which its pictures are cut or padded."""
+    if request.param == "made":
+        (home / "data").mkdir()
+        return made(home / "data"), MARGIN
+    return given(request.getfixturevalue("hard_samples")), LARGE
+
+
+@pytest.fixture
+def dali() -> Iterator[Backend]:
+    backend = make("dali-cpu")
+    yield backend
+    backend.close()
+
+
+def opened(root: Path, paths: Iterable[str]) -> Iterator[tuple[str, bytes, Picture]]:
+    """Those that are not rejected for their header already, whoever renders."""
+    for path in paths:
+        data = (root / path).read_bytes()
+        try:
+            yield path, data, probe(data, Decode())
+        except BadPicture:
+            pass
+
+
+def verdict(backend: Backend, picture: Picture, params: Params) -> tuple[Pixels, str | None]:
+    pixels = np.full((1, *params.size, 3), 77, np.uint8)
+    [bad] = backend.render([picture], params, list(pixels), lambda now: None)
+    return pixels[0], bad and bad.reason
+
+
+def test_dali_shows_every_file_as_it_should_be_or_rejects_it_as_pillow_does(
+    collection: tuple[Collection, tuple[int, int]], dali: Backend
+) -> None:
+    files, size = collection
+    pillow, wrong = make("pillow"), {}
+    for path, data, picture in opened(files.root, files.judges):
+        sides = np.array([[picture.height], [picture.width]])
+        pixels, reason = verdict(dali, picture, plan([CenterCrop(size)], 0, 0, 0, *sides))
+        small = windows(picture, np.array([[0, 0, picture.width, picture.height]]))
+        if reason != (other := verdict(pillow, probe(data, Decode()), small)[1]):
+            wrong[path] = f"{reason}, and of Pillow {other}"
+        elif complaint := files.judges[path](pixels if reason is None else None, reason or ""):
+            wrong[path] = complaint
+    assert not wrong
+
+
+@pytest.mark.parametrize("count", [pytest.param(0, id="the corner"), pytest.param(50, id="50", marks=pytest.mark.soak)])
+def test_the_verdict_on_a_file_is_that_of_its_whole_whatever_window_pillow_shows(
+    collection: tuple[Collection, tuple[int, int]], count: int
+) -> None:
+    files, _ = collection
+    pillow = make("pillow")
+    for path, data, picture in opened(files.root, files.judges):
+        params = windows(picture, boxes(picture, count))
+        want = verdict(pillow, picture, windows(picture, np.array([[0, 0, picture.width, picture.height]])))[1]
+        for i in range(len(params)):
+            again = probe(data, Decode())
+            assert verdict(pillow, again, params.take(np.array([i])))[1] == want, (path, params.box[i])
+
+
+def test_the_verdict_on_a_file_is_that_of_its_whole_whichever_of_50_windows_dali_decodes(
+    collection: tuple[Collection, tuple[int, int]], dali: Backend
+) -> None:
+    files, _ = collection
+    theirs = 0
+    for path, data, picture in opened(files.root, files.judges):
+        if picture.format not in ("JPEG", "MPO"):
+            continue  # Pillow's share: see above
+        params = windows(picture, boxes(picture, 50))
+        want = verdict(dali, picture, windows(picture, np.array([[0, 0, picture.width, picture.height]])))[1]
+        pictures = [probe(data, Decode()) for _ in range(len(params))]
+        for again in pictures:
+            again.whole = picture.whole  # as the workers share it
+        theirs += picture.whole
+        out = np.zeros((len(params), *params.size, 3), np.uint8)
+        found = {bad and bad.reason for bad in dali.render(pictures, params, list(out), lambda now: None)}
+        assert found == {want}, path
+    assert theirs >= 20
+
+
+def boxes(picture: Picture, count: int) -> NDArray[np.float64]:
+    """The corner of 16 x 16 pixels at the top left, and so many anywhere, each at least a pixel."""
+    height, width = picture.height, picture.width
+    low = np.random.default_rng(height * 10_007 + width).uniform(0, 1, (count, 4))
+    x0, y0 = np.floor(low[:, 0] * width), np.floor(low[:, 1] * height)
+    x1, y1 = np.ceil(x0 + low[:, 2] * (width - x0)), np.ceil(y0 + low[:, 3] * (height - y0))
+    anywhere = np.stack([x0, y0, np.maximum(x1, x0 + 1), np.maximum(y1, y0 + 1)], axis=1)
+    return np.concatenate([[[0, 0, min(16, width), min(16, height)]], anywhere])
+
+
+def windows(picture: Picture, box: NDArray[Any]) -> Params:
+    still = np.zeros(len(box), np.bool_)
+    return Params(box.astype(np.float64), still, still, (16, 16), "bilinear")
