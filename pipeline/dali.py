@@ -15,6 +15,7 @@ import gc
 import io
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ _PIPELINES = 8
 _PROGRESSIVE = 2  # and before it baseline and extended, both in Huffman coding
 _CULPRIT = re.compile(r"sample #(\d+)")
 _OUT_OF_MEMORY = re.compile(r"memory|bad_?alloc|CUDA", re.IGNORECASE)
+
+_STDERR = threading.Lock()
 
 Rows = list[int]
 
@@ -324,20 +327,23 @@ def _gpu(number: int) -> Device:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing gets to stderr: there libjpeg says a line for each oddity of a picture, which nobody could name."""
-    try:
-        stderr = os.dup(2)
-    except OSError:  # there is none
-        yield
-        return
-    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
+    """Nothing gets to stderr: there libjpeg says a line for each oddity of a picture, which nobody could name. Stderr is
+    the process's, so of several threads one at a time is in here.
+    """
+    with _STDERR:
+        try:
+            stderr = os.dup(2)
+        except OSError:  # there is none
+            yield
+            return
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def _known() -> bytes:
