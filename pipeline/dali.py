@@ -327,8 +327,9 @@ def _gpu(number: int) -> Device:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Nothing gets to stderr: there libjpeg says a line for each oddity of a picture, which nobody could name. Stderr is
-    the process's, so of several threads one at a time is in here.
+    """Nothing gets to stderr: there libjpeg says a line for each oddity of a picture, which nobody could name.
+
+    Stderr is the process's, so of several threads one at a time is in here.
     """
     with _STDERR:
         try:
