@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from plant import Plant, plants, run_epoch
 
-from headrace.workers import supervisor
+from headrace.workers import roster
 from headrace.workers.crew import Crew
 from headrace.workers.supervisor import Convicted, Failed, Finished
 
@@ -21,7 +21,7 @@ CREW = Crew("dali-cpu", 1, devices=(0,), threads=2)
 
 @pytest.fixture
 def plant(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Plant]]:
-    monkeypatch.setattr(supervisor, "_DEVICE_DELAYS", (0.3,))
+    monkeypatch.setattr(roster, "DEVICE_DELAYS", (0.3,))
     with plants(home / "cache") as build:
         yield lambda folder, crew=CREW: build(folder, crew, truth="dali-cpu")
 
