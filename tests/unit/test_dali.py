@@ -132,7 +132,7 @@ def test_dali_cpu_purity_whoever_is_in_the_batch(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_dali_refuses_costs_nobody_else_a_bit(backend: Backend, whole: bool) -> None:
+def test_dali_cpu_bad_input_costs_nobody_else_a_bit(backend: Backend, whole: bool) -> None:
     files = [*JPEGS.values()][:9]
     good = render(backend, files, full(files), whole=whole)[0]
     for bad in ([0], [8], [3, 4], [0, 1, 2, 5, 8]):
@@ -277,9 +277,9 @@ JPEG_OPTIONS: list[dict[str, Any]] = [
 
 
 def test_what_pillow_takes_and_dali_refuses_keeps_pillows_pixels_in_any_company(
-    pillow: Backend, monkeypatch: pytest.MonkeyPatch
+    backend: Backend, pillow: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, real = make("dali-cpu"), dali.DaliBackend._outputs
+    real = dali.DaliBackend._outputs
 
     def refusing(self: Any, form: Any, fed: dict[str, Any], *into: Any) -> Any:
         for k, data in enumerate(fed["data"]):
@@ -289,18 +289,20 @@ def test_what_pillow_takes_and_dali_refuses_keeps_pillows_pixels_in_any_company(
 
     monkeypatch.setattr(dali.DaliBackend, "_outputs", refusing)
     files = [JPEGS["4:4:4"], JPEGS["4:2:2"], JPEGS["4:2:0"]]
-    pixels, reasons, whole = render(ours, files, full(files))
+    pixels, reasons, whole = render(backend, files, full(files))
     assert reasons == [None] * 3 and whole == [True, False, True]
     np.testing.assert_array_equal(pixels[1], render(pillow, files, full(files))[0][1])
-    np.testing.assert_array_equal(pixels[1], render(ours, files[1:2], full(files[1:2]))[0][0])
+    np.testing.assert_array_equal(pixels[1], render(backend, files[1:2], full(files[1:2]))[0][0])
 
 
 @pytest.mark.parametrize(
     "words",
     ["nvImageCodec failure: '#4'", "Failed to decode sample #17", "Unknown error", "Failed to decode sample #0"],
 )
-def test_whom_dali_does_not_name_is_found_nevertheless(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    ours, real = make("dali-cpu"), dali.DaliBackend._outputs
+def test_whom_dali_does_not_name_is_found_nevertheless(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    real = dali.DaliBackend._outputs
 
     def vague(self: Any, form: Any, fed: dict[str, Any], *into: Any) -> Any:
         if any(data.tobytes() == BROKEN for data in fed["data"]):
@@ -308,9 +310,9 @@ def test_whom_dali_does_not_name_is_found_nevertheless(monkeypatch: pytest.Monke
         return real(self, form, fed, *into)
 
     files = [JPEGS["4:4:4"], JPEGS["4:2:2"], BROKEN, JPEGS["4:2:0"]]
-    alone = [render(ours, [data], full([data]))[0][0] for data in files]
+    alone = [render(backend, [data], full([data]))[0][0] for data in files]
     monkeypatch.setattr(dali.DaliBackend, "_outputs", vague)
-    pixels, reasons, _ = render(ours, files, full(files))
+    pixels, reasons, _ = render(backend, files, full(files))
     assert [reason is None for reason in reasons] == [True, True, False, True]
     np.testing.assert_array_equal(pixels, alone)
 
@@ -331,13 +333,14 @@ def test_dali_that_cannot_be_imported_is_a_backend_that_failed(monkeypatch: pyte
         make("dali-cpu")
 
 
-def test_dali_that_refuses_a_good_picture_is_a_backend_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = make("dali-cpu")
+def test_dali_that_refuses_a_good_picture_is_a_backend_that_failed(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(graph, "build", failing("an operator is missing"))
     with pytest.raises(BackendFailed, match="known to be good.*an operator is missing"):
         make("dali-cpu")
     with pytest.raises(BackendFailed, match="known to be good.*an operator is missing"):
-        render(ours, [JPEGS["4:2:0"]], full([JPEGS["4:2:0"]]))
+        render(backend, [JPEGS["4:2:0"]], full([JPEGS["4:2:0"]]))
 
 
 def test_no_memory_is_no_verdict_on_a_picture(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,12 +468,11 @@ def test_colours_are_painted_upright(backend: Backend) -> None:
     np.testing.assert_array_equal(painted, plain & step.mask[:, None, None, None])
 
 
-def test_few_pipelines_are_kept_whatever_is_asked_for() -> None:
-    ours = make("dali-cpu")
-    assert isinstance(ours, dali.DaliBackend)
+def test_few_pipelines_are_kept_whatever_is_asked_for(backend: Backend) -> None:
+    assert isinstance(backend, dali.DaliBackend)
     for side in range(1, 14):
-        render(ours, [JPEGS["grey"]], full([JPEGS["grey"]], (side, side)))
-    assert len(ours._pipelines) == dali._PIPELINES
+        render(backend, [JPEGS["grey"]], full([JPEGS["grey"]], (side, side)))
+    assert len(backend._pipelines) == dali._PIPELINES
 
 
 def test_a_batch_is_bounded_in_pictures_and_in_pixels() -> None:
