@@ -226,6 +226,8 @@ class DaliBackend:
         except (RuntimeError, MemoryError) as error:
             self._pipelines.pop(form, None)  # it is good for nothing after an error
             text = str(error).rpartition("encountered:")[2].strip()  # before it come lines of our own source
+        if self._gpu is not None:
+            gc.collect()  # it refers to itself, and how much of a GPU's memory it keeps, Python does not see
         if _OUT_OF_MEMORY.search(text):
             raise BackendFailed(f"DALI: {text}")
         raise _Refused(text)
@@ -235,6 +237,8 @@ class DaliBackend:
         self._pipelines[form] = pipeline  # the last one used comes last
         if len(self._pipelines) > _PIPELINES:
             self._pipelines.pop(next(iter(self._pipelines)))
+            if self._gpu is not None:
+                gc.collect()
         return pipeline
 
     def _check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -94,10 +95,12 @@ def test_memory_stays_as_it_is_through_a_hundred_rebuilt_pipelines(dali_gpu: Bac
     for _ in range(5):
         render(dali_gpu, good)
         dali_gpu._pipelines.clear()
+        gc.collect()  # as the backend does when it drops one
     before = device.free
     for _ in range(100):
         render(dali_gpu, good)
         dali_gpu._pipelines.clear()
+        gc.collect()  # as the backend does when it drops one
     assert before - device.free < SLACK
     device.close()
 
