@@ -11,6 +11,7 @@ at a bell. The handler itself may run while the consumer holds the lock: nothing
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import select
@@ -160,11 +161,12 @@ class Engine:
             HeadraceError: what is wrong with the configuration, or the daemon cannot be reached.
         """
         _engines.add(self)
-        self._thread.start()
+        # Not by this thread: `Thread.start` waits, too, and an interrupt there tears the lock that both threads need.
+        _thread.start_new_thread(self._start, ())
         while not self._opened and self._refused is None:
             self._ready.wait(_SLICE)
         if self._refused is not None:
-            self._thread.join(_CLOSE)
+            self._join()
             raise self._refused
 
     def begin(self, assembly: Assembly, form: Form) -> None:
@@ -234,12 +236,22 @@ class Engine:
         self._ready.ring()
         if threading.current_thread() is self._thread:
             return  # garbage is collected in any thread
+        self._join()
+        if self._thread.is_alive():
+            log.error("the fetching thread does not end")
+
+    def _start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # there are too many
+            self._refused = error
+            self._ready.ring()
+
+    def _join(self) -> None:
         try:
             self._thread.join(_CLOSE)
         except RuntimeError:
-            return  # it was not started, or an interrupt came in its start: it finds that it is to end
-        if self._thread.is_alive():
-            log.error("the fetching thread does not end")
+            pass  # it was not started, or not yet: then it finds that it is to end
 
     def abandon(self) -> None:
         """In a forked child: whatever keeps the parent's session open there must not be kept here."""

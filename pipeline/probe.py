@@ -75,8 +75,8 @@ class Picture:
         orientation: EXIF's 1 to 8, what is still to be done to the image once it is loaded.
         image: opened, not loaded; None once it was taken.
         reducible: whether it is a JPEG that may be decoded at a half, a quarter or an eighth of its size.
-        whole: whether a backend has decoded all of it and found it good, so that it may decode a part alone. Set by such
-            a backend.
+        whole: whether a backend has decoded all of it and found it good, so that it may decode a part alone. Set by
+            such a backend.
     """
 
     data: bytes

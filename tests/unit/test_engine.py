@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -11,8 +15,8 @@ from numpy.typing import NDArray
 from scripted import welcome
 
 from headrace.assembly import Draft, Piece, Want
-from headrace.engine import _check_same, _copy
-from headrace.errors import ProtocolError, StateError
+from headrace.engine import Engine, _check_same, _copy
+from headrace.errors import ConnectionLost, ProtocolError, StateError
 from headrace.form import Form
 from headrace.output import Output
 from headrace.protocol import Chunk, RowReject
@@ -56,6 +60,65 @@ def scene() -> Any:
     made = Scene()
     yield made
     made.ring.close()
+
+
+def nobody(*, timeout: float, stop: int) -> str:
+    time.sleep(0.01)  # long enough for who opens to wait for it
+    raise ConnectionLost("nobody is there")
+
+
+class Interrupt:
+    """Raises before the n-th line that a thread executes from now on, as the handler of a signal may anywhere."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_name in ("__exit__", "__del__"):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self._trace
+
+
+def test_an_interrupt_anywhere_in_the_start_is_that_interrupt_and_leaves_no_thread() -> None:
+    lines = 0
+    opened = False
+    while not opened:
+        lines += 1
+        engine = Engine(nobody, None, "auto", timeout=5, exact=False)
+        try:
+            with Interrupt(lines):
+                engine.open()
+        except KeyboardInterrupt:
+            pass
+        except ConnectionLost:
+            opened = True
+        engine.close()
+    assert lines > 5
+    deadline = time.monotonic() + 10
+    while any(thread.name == "headrace-fetch" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_engine_without_a_thread_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    engine = Engine(nobody, None, "auto", timeout=5, exact=False)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        engine.open()
+    engine.close()
 
 
 def test_rows_labels_indices_and_texts_are_copied(scene: Scene) -> None:
