@@ -23,7 +23,7 @@ from headrace.pipeline.cuda import CudaError
 from headrace.pipeline.dataset import open_index
 from headrace.pipeline.fake import REJECT, FakeBackend
 from headrace.pipeline.probe import BadPicture, Picture
-from headrace.pipeline.render import ChunkRenderer
+from headrace.pipeline.render import PART_PIXELS, ChunkRenderer
 from headrace.pipeline.spec import Config
 from headrace.pipeline.transforms import Params
 from headrace.slots import Ring, Status
@@ -156,6 +156,11 @@ def desk(home: Path) -> Iterator[Callable[[Path], Desk]]:
     yield build
     for one in made:
         one.close()
+
+
+def read(at: Desk) -> int:
+    """Pictures that take memory."""
+    return sum(int(np.isin(view.status, (Status.READ, Status.RENDERING)).sum()) for view in at.ring.views)
 
 
 def lanes(count: int = 2, **options: Any) -> tuple[threading.Semaphore, list[Gated]]:
@@ -325,12 +330,11 @@ def test_pictures_that_are_read_and_not_rendered_are_few_however_long_a_chunk_is
     at.start(backends)
     for chunk in range(8):
         at.ask(chunk)
-    read = lambda: sum((view.status == Status.READ).sum() + (view.status == 1).sum() for view in at.ring.views)  # noqa: E731
     room = TOLD.threads + 1
-    while read() < room:
+    while read(at) < room:
         time.sleep(0.001)
     time.sleep(0.1)
-    assert read() <= room + 1  # one more is looked at while its predecessor is handed over
+    assert read(at) <= room + 1  # one more is looked at while its predecessor is handed over
     gate.release(1000)
     at.answers(8)
 
@@ -344,7 +348,7 @@ def test_an_iteration_is_as_large_as_the_budget_lets_two_lanes_be() -> None:
     small = msgspec.structs.replace(TOLD, gpu_memory=least)
     assert small.pixels == 1 << 20
     huge = msgspec.structs.replace(TOLD, gpu_memory=1 << 40)
-    assert huge.pixels == device.PART_PIXELS
+    assert huge.pixels == PART_PIXELS
     assert huge.options.batch_pixels == huge.pixels and huge.options.threads == 1
 
 
