@@ -19,6 +19,7 @@ With --cpu DALI's CPU operators stand in for the GPU, which shows that the progr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -36,7 +37,7 @@ import common
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.channel import Channel
+from headrace.channel import Channel, Closed
 from headrace.pipeline import gpus, wholes
 from headrace.pipeline.backend import Backend, Options, make
 from headrace.pipeline.dataset import open_index
@@ -135,7 +136,7 @@ class Run:
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         worker = DeviceWorker(Channel(theirs, descriptors=3), backends, told, lambda: 0, _lock(told))
-        threading.Thread(target=worker.run, daemon=True).start()
+        threading.Thread(target=_until_closed, args=(worker,), daemon=True).start()
         assert isinstance(self._answer(), Ready)
         flags = wholes.create(len(index))
         opened = Open(stream=0, spec=json.dumps(stream.plain()), layout=layout, slots=_IN_FLIGHT, convicted={})
@@ -177,6 +178,11 @@ class Run:
 
     def _answer(self) -> Any:
         return messages.from_worker.decode(self._channel.recv(timeout=_PATIENCE)[0])
+
+
+def _until_closed(worker: DeviceWorker) -> None:
+    with contextlib.suppress(Closed):
+        worker.run()
 
 
 def _lock(told: Told) -> Any:
