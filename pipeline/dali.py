@@ -48,8 +48,9 @@ from headrace.protocol import IMPURE
 #: Pipelines that are kept; one takes ten milliseconds to build, and some threads.
 _PIPELINES = 8
 
+_NEARLY = 4  # levels
 _PROGRESSIVE = 2  # and before it baseline and extended, both in Huffman coding
-_CULPRIT = re.compile(r"sample #(\d+)")
+_NAMED = re.compile(r"sample #(\d+)")
 _OUT_OF_MEMORY = re.compile(r"memory|bad_?alloc|CUDA", re.IGNORECASE)
 
 _STDERR = threading.Lock()
@@ -146,11 +147,15 @@ class DaliBackend:
         try:
             self._run(task, form, rows)
         except _Refused as refused:
-            for part in _apart(rows, str(refused)):
-                if len(part) < len(rows):
-                    self._batch(task, form, part)
-                elif self._by_pillow(task, rows[0]):
-                    self._alone(task, rows[0])
+            culprit = _culprit(rows, str(refused))
+            if culprit is None:
+                for i in rows:
+                    self._batch(task, form, [i])
+                return
+            if self._by_pillow(task, culprit):
+                self._alone(task, culprit)
+            if rest := [i for i in rows if i != culprit]:
+                self._batch(task, form, rest)
 
     def _alone(self, task: _Task, i: int) -> None:
         """Have DALI render what Pillow found good, and has rendered; if it refuses, leave it at that."""
@@ -191,6 +196,8 @@ class DaliBackend:
 
     def _judge(self, task: _Task, i: int, last: bytes) -> None:
         picture = task.pictures[i]
+        if not self._cpu:  # whose decoders may round otherwise
+            last = bytes(128 if abs(level - 128) <= _NEARLY else level for level in last)
         if jpeg.may_end_early(picture.data, last):
             task.begin([i])
             try:
@@ -295,13 +302,12 @@ def _doubtful(picture: Picture) -> bool:
     return not jpeg.closed(picture.data) or jpeg.missing_parts(picture.data) is not None
 
 
-def _apart(rows: Rows, text: str) -> list[Rows]:
-    """Where to look for what DALI refuses: in a row by itself, if there is just one or DALI's words accuse one."""
-    named = _CULPRIT.search(text)
-    if named is None or int(named[1]) >= len(rows):
-        return [[i] for i in rows]
-    culprit = rows[int(named[1])]
-    return [part for part in ([culprit], [i for i in rows if i != culprit]) if part]
+def _culprit(rows: Rows, text: str) -> int | None:
+    """Whom DALI's words accuse; nobody, if there are several and none is named."""
+    if len(rows) == 1:
+        return rows[0]
+    named = _NAMED.search(text)
+    return rows[int(named[1])] if named is not None and int(named[1]) < len(rows) else None
 
 
 def _cut(rows: Rows, pixels: Sequence[int], most: int, most_pixels: int) -> Iterator[Rows]:

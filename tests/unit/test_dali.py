@@ -420,6 +420,19 @@ def test_the_render_id_of_a_cpu_names_dali_its_decoder_and_pillow(backend: Backe
     assert backend.render_id.endswith(f"/{pillow.render_id}")
 
 
+@pytest.mark.parametrize(("cpu", "judged"), [(True, 0), (False, 1)])
+def test_the_grey_of_missing_data_need_not_be_a_gpus_to_the_level(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, cpu: bool, judged: int
+) -> None:
+    assert isinstance(backend, dali.DaliBackend)
+    backend._cpu = cpu
+    asked: list[object] = []
+    monkeypatch.setattr(dali, "decode", asked.append)
+    files = [encode(Image.new("RGB", (16, 16), (125, 125, 125)), "JPEG")]
+    assert render(backend, files, full(files))[1] == [None]
+    assert len(asked) == judged
+
+
 # -- geometry ---------------------------------------------------------------------------------------------------
 
 
