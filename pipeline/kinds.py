@@ -5,7 +5,8 @@ turns uniform numbers into parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from headrace.errors import ConfigError
 from headrace.output import Output
 from headrace.pipeline.colour import Step
-from headrace.pipeline.geometry import Floats, Geometry, Ints, Outline
+from headrace.pipeline.geometry import Flags, Floats, Geometry, Ints, Outline
 
 GRID = 2.0**-16
 
@@ -33,6 +34,33 @@ def pick(u: Floats, choices: Ints) -> Ints:
     """One of `0 .. choices - 1`."""
     # The product may round up to `choices` itself.
     return np.minimum((u * choices).astype(np.int64), choices - 1)
+
+
+def rectangle(
+    area: Floats | float,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+    u: Floats,
+    fits: Callable[[Floats, Floats], Flags],
+) -> tuple[Ints, Ints]:
+    """Two sides in pixels, int64 [n] each: of several tries, as torchvision makes them, the first that fits; zero
+    where none does.
+
+    Args:
+        area: of the pictures, in pixels: [n, 1], or one for all.
+        scale: smallest and largest share of it.
+        ratio: smallest and largest of the first side over the second.
+        u: float64 [n, 2 * tries], each in [0, 1).
+        fits: which sides do; both are whole numbers, float64 [n, tries].
+    """
+    target = grid(area * between(*scale, u[:, 0::2]))
+    shape = np.maximum(grid(np.exp(between(math.log(ratio[0]), math.log(ratio[1]), u[:, 1::2]))), GRID)
+    # Square roots, unlike powers and logarithms, are the same on every CPU.
+    sides = np.rint(np.sqrt(target * shape)), np.rint(np.sqrt(target / shape))
+    good = fits(*sides)
+    rows, tried, found = np.arange(len(u)), good.argmax(axis=1), good.any(axis=1)
+    one, other = (np.where(found, side[rows, tried], 0).astype(np.int64) for side in sides)
+    return one, other
 
 
 class Transform(BaseModel):

@@ -38,8 +38,8 @@ from headrace.pipeline.colour import (
     Solarize,
     Step,
 )
-from headrace.pipeline.geometry import Flags, Floats, Ints
-from headrace.pipeline.kinds import GRID, Photometric, between, grid, pick
+from headrace.pipeline.geometry import Flags, Floats
+from headrace.pipeline.kinds import Photometric, between, grid, pick, rectangle
 
 _SAME = np.eye(3)
 #: Red, green and blue all the grey of a picture.
@@ -54,6 +54,12 @@ _ACROSS = np.array(
 )
 
 _Matrices = NDArray[np.float64]  # [n, 3, 3]
+
+
+def _chosen(u: Floats, p: float) -> Flags:
+    """Which pictures are transformed, with probability `p`: what the first number of each is for."""
+    chosen: Flags = u[:, 0] < p
+    return chosen
 
 
 def _brightness(factor: Floats) -> tuple[_Matrices, Floats]:
@@ -113,7 +119,7 @@ class ColorJitter(Photometric):
     p: Probability = 1.0
 
     def steps(self, height: int, width: int, u: Floats) -> list[Step]:
-        done, order = u[:, 0] < self.p, _ORDERS[pick(u[:, 1], np.full(len(u), len(_ORDERS)))]
+        done, order = _chosen(u, self.p), _ORDERS[pick(u[:, 1], np.full(len(u), len(_ORDERS)))]
         matrices, gains = np.tile(_SAME, (len(_OPERATIONS), len(u), 1, 1)), np.zeros((len(_OPERATIONS), len(u)))
         used = np.zeros(len(_OPERATIONS), np.bool_)
         for i, (argument, neutral, operation) in enumerate(_OPERATIONS):
@@ -136,7 +142,7 @@ class RandomGrayscale(Photometric):
     p: Probability = 0.1
 
     def steps(self, height: int, width: int, u: Floats) -> list[Step]:
-        matrix = np.where((u[:, 0] < self.p)[:, None, None], _TO_GREY, _SAME)
+        matrix = np.where(_chosen(u, self.p)[:, None, None], _TO_GREY, _SAME)
         return [Matrix(matrix, np.zeros((len(u), 3)), np.zeros(len(u)), centred=False)]
 
 
@@ -167,7 +173,7 @@ class GaussianBlur(Photometric):
         )
 
     def steps(self, height: int, width: int, u: Floats) -> list[Step]:
-        sigma = np.where(u[:, 0] < self.p, between(*self.sigma, u[:, 1]), 0.0)
+        sigma = np.where(_chosen(u, self.p), between(*self.sigma, u[:, 1]), 0.0)
         return [Blur(sigma, (self.kernel_size[1], self.kernel_size[0]))]
 
 
@@ -219,20 +225,13 @@ class RandomErasing(Photometric):
         return red, green, blue
 
     def steps(self, height: int, width: int, u: Floats) -> list[Step]:
-        high, wide = self._window(height, width, u[:, 1:-2])
+        high, wide = rectangle(
+            height * width, self.scale, self.ratio, u[:, 1:-2], lambda high, wide: (high < height) & (wide < width)
+        )
         top, left = pick(u[:, -2], height - high + 1), pick(u[:, -1], width - wide + 1)
         box = np.stack([left, top, left + wide, top + high], axis=1)
-        erased = (u[:, 0] < self.p) & (high > 0) & (wide > 0)
+        erased = _chosen(u, self.p) & (high > 0) & (wide > 0)
         return [Erase(np.where(erased[:, None], box, 0), self.fill)]
-
-    def _window(self, height: int, width: int, u: Floats) -> tuple[Ints, Ints]:
-        """Height and width of the first try that fits, zero where none does."""
-        area = grid(height * width * between(*self.scale, u[:, 0::2]))
-        ratio = np.maximum(grid(np.exp(between(math.log(self.ratio[0]), math.log(self.ratio[1]), u[:, 1::2]))), GRID)
-        high, wide = np.rint(np.sqrt(area * ratio)).astype(np.int64), np.rint(np.sqrt(area / ratio)).astype(np.int64)
-        fits = (high < height) & (wide < width)
-        rows, first, found = np.arange(len(u)), fits.argmax(axis=1), fits.any(axis=1)
-        return np.where(found, high[rows, first], 0), np.where(found, wide[rows, first], 0)
 
 
 def _level(value: float) -> int:
@@ -248,7 +247,7 @@ class RandomSolarize(Photometric):
     p: Probability = 0.5
 
     def steps(self, height: int, width: int, u: Floats) -> list[Step]:
-        return [Solarize(np.where(u[:, 0] < self.p, math.ceil(self.threshold), 256))]
+        return [Solarize(np.where(_chosen(u, self.p), math.ceil(self.threshold), 256))]
 
 
 class RandomPosterize(Photometric):
@@ -261,7 +260,7 @@ class RandomPosterize(Photometric):
 
     def steps(self, height: int, width: int, u: Floats) -> list[Step]:
         mask = 255 & (255 << (8 - self.bits))
-        return [Posterize(np.where(u[:, 0] < self.p, mask, 255).astype(np.uint8))]
+        return [Posterize(np.where(_chosen(u, self.p), mask, 255).astype(np.uint8))]
 
 
 class RandomAutocontrast(Photometric):
@@ -272,7 +271,7 @@ class RandomAutocontrast(Photometric):
     p: Probability = 0.5
 
     def steps(self, height: int, width: int, u: Floats) -> list[Step]:
-        return [Autocontrast(_where(u, self.p))]
+        return [Autocontrast(_chosen(u, self.p))]
 
 
 class RandomEqualize(Photometric):
@@ -283,9 +282,4 @@ class RandomEqualize(Photometric):
     p: Probability = 0.5
 
     def steps(self, height: int, width: int, u: Floats) -> list[Step]:
-        return [Equalize(_where(u, self.p))]
-
-
-def _where(u: Floats, p: float) -> Flags:
-    done: Flags = u[:, 0] < p
-    return done
+        return [Equalize(_chosen(u, self.p))]

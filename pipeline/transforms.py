@@ -8,7 +8,6 @@ those of `photometric.py` become steps of colour after that. Any backend can ren
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
@@ -32,7 +31,7 @@ from headrace.pipeline.arguments import (
 )
 from headrace.pipeline.colour import Colour, Erase, Step, joined
 from headrace.pipeline.geometry import BLACK, Axis, Floats, Geometry, Ints, Outline
-from headrace.pipeline.kinds import GRID, Geometric, Photometric, between, explained, grid, pick
+from headrace.pipeline.kinds import Geometric, Photometric, explained, pick, rectangle
 from headrace.pipeline.kinds import Transform as Transform
 from headrace.pipeline.photometric import (
     ColorJitter,
@@ -296,7 +295,14 @@ class RandomResizedCrop(Geometric):
         return replace(outline, cropped_by=name).resized(name, *self.size, self.interpolation)
 
     def apply(self, geometry: Geometry, u: Floats) -> Geometry:
-        height, width = self._window(geometry.y.pixels, geometry.x.pixels, u[:, :-2])
+        heights, widths = geometry.y.pixels[:, None], geometry.x.pixels[:, None]
+        width, height = rectangle(
+            (heights * widths).astype(np.float64),
+            self.scale,
+            self.ratio,
+            u[:, :-2],
+            lambda wide, high: (0 < wide) & (wide <= widths) & (0 < high) & (high <= heights),
+        )
         top = pick(u[:, -2], geometry.y.pixels - height + 1)
         left = pick(u[:, -1], geometry.x.pixels - width + 1)
         # What did not fit in ten tries is cut from the middle.
@@ -307,20 +313,6 @@ class RandomResizedCrop(Geometric):
         y = geometry.y.cropped(top, np.where(tried, height, middle_height))
         x = geometry.x.cropped(left, np.where(tried, width, middle_width))
         return Geometry(*(a.resized(np.full_like(a.pixels, s)) for a, s in zip((y, x), self.size, strict=True)))
-
-    def _window(self, heights: Ints, widths: Ints, u: Floats) -> tuple[Ints, Ints]:
-        """Height and width of the first try that fits, zero where none does."""
-        area = (heights * widths)[:, None].astype(np.float64)
-        target = grid(area * between(*self.scale, u[:, 0::2]))
-        log_ratio = between(math.log(self.ratio[0]), math.log(self.ratio[1]), u[:, 1::2])
-        ratio = np.maximum(grid(np.exp(log_ratio)), GRID)
-        # Square roots, unlike powers and logarithms, are the same on every CPU.
-        width = np.rint(np.sqrt(target * ratio)).astype(np.int64)
-        height = np.rint(np.sqrt(target / ratio)).astype(np.int64)
-        fits = (0 < width) & (width <= widths[:, None]) & (0 < height) & (height <= heights[:, None])
-        rows, first = np.arange(len(heights)), fits.argmax(axis=1)
-        found = fits.any(axis=1)
-        return np.where(found, height[rows, first], 0), np.where(found, width[rows, first], 0)
 
     def _middle_window(self, heights: Ints, widths: Ints) -> tuple[Ints, Ints]:
         low, high = self.ratio
