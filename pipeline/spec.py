@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +22,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 
@@ -63,9 +64,10 @@ SOURCE_KEYS: tuple[str, ...] = ("folder", "list", "shards")
 M = TypeVar("M", bound="_Model")
 
 
-def _has_size(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
+def _settled(transforms: tuple[Transform, ...], info: ValidationInfo) -> tuple[Transform, ...]:
     output_size(transforms)
-    return transforms
+    output = info.data.get("output")  # absent where it is wrong
+    return transforms if output is None else tuple(each.settled(output) for each in transforms)
 
 
 AnyTransform = Annotated[Transform, BeforeValidator(parse), PlainSerializer(Transform.plain)]
@@ -218,8 +220,8 @@ class Stream(_Model):
         chunk: positions that are computed, cached and sent together. At most 4096: a chunk is one worker's one job,
             and one slot of the ring.
         decode: limits.
-        transforms: applied in this order; they end in one fixed size.
         output: how the Loader hands out batches, unless told otherwise.
+        transforms: applied in this order; they end in one fixed size. What stands for a part of `output` is replaced.
         on_bad_sample: what the Loader does with a picture that cannot be decoded, unless told otherwise.
         max_bad: share of bad samples that ends an epoch, likewise.
     """
@@ -233,16 +235,10 @@ class Stream(_Model):
     seed: Annotated[int, whole(0, (1 << 64) - 1)] = 0
     chunk: Annotated[int, whole(1, 4096)] = 32
     decode: Decode = Decode()
-    transforms: Annotated[tuple[AnyTransform, ...], AfterValidator(_has_size)] = Field((), validate_default=True)
     output: Output = Output()
+    transforms: Annotated[tuple[AnyTransform, ...], AfterValidator(_settled)] = Field((), validate_default=True)
     on_bad_sample: Literal["skip", "replace", "mask", "raise"] = "skip"
     max_bad: Share = 0.01
-
-    @model_validator(mode="after")
-    def _settle(self) -> Self:
-        # Frozen is what others see; what stands for something else in the stream never leaves this constructor.
-        object.__setattr__(self, "transforms", tuple(each.settled(self.output) for each in self.transforms))
-        return self
 
     @property
     def size(self) -> tuple[int, int]:

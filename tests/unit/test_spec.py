@@ -441,6 +441,10 @@ def test_all_problems_of_a_file_are_listed_in_its_order_with_their_lines(tmp_pat
         "  a.b:\n"
         "    transforms: [{center_crop: {size: 9}}]\n"
         "    shufle: true\n"
+        "  c:\n"
+        "    dataset: {folder: x}\n"
+        "    output: {mean: [2, 0, 0]}\n"
+        "    transforms: [{center_crop: {size: 9}}, {random_erasing: {value: mean}}]\n"
     )
     expected = [
         (1, "memory: "),
@@ -448,6 +452,7 @@ def test_all_problems_of_a_file_are_listed_in_its_order_with_their_lines(tmp_pat
         (8, "streams.train.transforms[1]: "),
         (9, 'streams."a.b".dataset: this key is missing'),
         (11, 'streams."a.b".shufle: there is no such key, did you mean shuffle?'),
+        (15, "streams.c.transforms: random_erasing: value: mean stands for the mean of the stream's output"),
     ]
     found = problems(file)
     assert len(found) == len(expected)
@@ -589,7 +594,7 @@ def test_an_erased_mean_that_is_no_colour_is_refused() -> None:
                 }
             }
         )
-        assert found.startswith("streams.train: transforms: random_erasing: value: mean stands for the mean of the str")
+        assert found.startswith("streams.train.transforms: random_erasing: value: mean stands for the mean of the stre")
 
 
 def test_what_a_jitter_does_not_do_is_in_no_fingerprint() -> None:
