@@ -189,8 +189,6 @@ class _Translation:
         """What an erased box is set to, in the picture before it is normalized."""
         if self._stage != "normalized":
             return [value * (self.levels / 255) for value in values]
-        if not any(values):
-            return "mean"
         mean, std = self._normalize["mean"], self._normalize["std"]
         values = list(values) * 3 if len(values) == 1 else values
         shown = [value * s + m for value, m, s in zip(values, mean, std, strict=True)]
@@ -199,7 +197,7 @@ class _Translation:
                 f"value: {list(values)} after Normalize are {[round(v, 3) for v in shown]} before it, and Headrace "
                 "erases before it, with a colour from 0 to 1"
             )
-        return [min(max(value, 0.0), 1.0) for value in shown]
+        return [min(max(value, 0.0), 1.0) for value in shown] if any(values) else "mean"
 
     def likely(self, p: float, parts: Sequence[object]) -> None:
         """Transforms of torchvision's that are done with this probability, or not."""
@@ -211,10 +209,13 @@ class _Translation:
             raise _Refused("does several transforms or none, and Headrace draws for each; use one RandomApply for each")
         had = len(self.transforms)
         self.add(parts[0])
-        [[name, arguments]] = [*self.transforms[-1].plain().items()] if len(self.transforms) > had else [("", {})]
-        if "p" not in arguments:
-            raise _Refused(f"{type(parts[0]).__name__} cannot be left out at random; Headrace always does it")
-        self.transforms[-1] = parse({name: arguments | {"p": arguments["p"] * p}})
+        match self.transforms[had:]:
+            # Of several, as another RandomApply holds them, each would be left out by itself.
+            case [one] if "p" in type(one).model_fields:
+                arguments = one.plain()[one.name]
+                self.transforms[-1] = parse({one.name: arguments | {"p": arguments["p"] * p}})
+            case _:
+                raise _Refused(f"{type(parts[0]).__name__} cannot be left out at random; Headrace always does it")
 
 
 _ON_BATCHES = "leave it out here, and do it to the batches in the trainer"

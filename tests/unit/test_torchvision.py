@@ -274,6 +274,7 @@ def test_colours_that_cannot_be_translated_are_named_with_the_reason(v1: Any, v2
         v2.RandomPhotometricDistort(),
         v1.RandomErasing(value="random"),
         v2.RandomErasing(value="random"),
+        v1.RandomApply([v2.RandomApply([v2.RandomAutocontrast(), v2.RandomEqualize()], 1.0)], 0.5),
     )
     for line, (place, why) in zip(
         text.split("\n"),
@@ -287,6 +288,7 @@ def test_colours_that_cannot_be_translated_are_named_with_the_reason(v1: Any, v2
             ("[4]: RandomPhotometricDistort", "Headrace has no such transform"),
             ("[5]: RandomErasing", "value: 'random' would need a draw for each value"),
             ("[6]: RandomErasing", "value: 'random' would need a draw for each value"),
+            ("[7]: RandomApply", "RandomApply cannot be left out at random"),
         ],
         strict=True,
     ):
@@ -294,6 +296,8 @@ def test_colours_that_cannot_be_translated_are_named_with_the_reason(v1: Any, v2
     chain = [v1.CenterCrop(8), v1.ToTensor(), v1.Normalize(MEAN, STD)]
     assert "stands after Normalize, and Headrace changes colours before it" in refused(*chain, v1.ColorJitter(0.1))
     assert "[9.0, 9.0, 9.0] after Normalize are [2.546, " in refused(*chain, v1.RandomErasing(value=9))
+    brighter = [*chain[:2], v1.Normalize([1.5], [1]), v1.RandomErasing()]
+    assert "[0.0, 0.0, 0.0] after Normalize are [1.5, 1.5, 1.5] before it" in refused(*brighter)
     assert "Put random_resized_crop before color_jitter" in refused(v1.ColorJitter(0.1), v1.RandomResizedCrop(8))
 
 
