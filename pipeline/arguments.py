@@ -6,6 +6,7 @@ A value that is wrong is a ValueError that says what is allowed; pydantic puts t
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,9 @@ from pydantic import BeforeValidator, Field
 from headrace.pipeline.colour import Colour
 
 MAX_SIDE = 16384  # pixels of an output; a mistyped size should not ask for terabytes of slots
+
+#: Of a colour; from 255 on nothing but black and white is left, and far beyond it levels overflow.
+_MAX_FACTOR = 1000.0
 
 Interpolation = Literal["bilinear", "bicubic", "lanczos"]
 
@@ -72,9 +76,10 @@ def _padding(value: object) -> tuple[int, int, int, int]:
 
 
 def _numbers(value: object) -> list[float]:
-    """Those of a list of finite numbers, none where it is anything else."""
+    """Those of a list of numbers that a float holds, none where it is anything else."""
     items = list(value) if isinstance(value, list | tuple) else []
-    good = all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in items)
+    most = sys.float_info.max
+    good = all(isinstance(v, int | float) and not isinstance(v, bool) and -most <= v <= most for v in items)
     return [float(v) for v in items] if good else []
 
 
@@ -96,15 +101,14 @@ def _span(positive: bool, most: float = math.inf) -> BeforeValidator:
 
 def _around(neutral: float, least: float, most: float) -> BeforeValidator:
     """[min, max], or by how much at most they differ from what changes nothing, which is None."""
-    one = "from 0 on" if math.isinf(most) else f"from 0 to {most:g}"
-    bounds = f"{least:g} <= min <= max{'' if math.isinf(most) else f' <= {most:g}'}"
+    one, bounds = f"from 0 to {most - neutral:g}", f"{least:g} <= min <= max <= {most:g}"
 
     def check(value: object) -> tuple[float, float] | None:
         if value is None:
             return None
         match _numbers(value if isinstance(value, list | tuple) else [value]):
             case [by] if by >= 0:
-                low, high = max(neutral - by, least) if math.isinf(most) else neutral - by, neutral + by
+                low, high = max(neutral - by, least), neutral + by
             case [low, high]:
                 pass
             case _:
@@ -118,11 +122,11 @@ def _around(neutral: float, least: float, most: float) -> BeforeValidator:
 
 def _sigma(value: object) -> tuple[float, float]:
     match _numbers(value if isinstance(value, list | tuple) else [value]):
-        case [low] if low > 0:
+        case [low] if 0 < low <= MAX_SIDE:
             return low, low
-        case [low, high] if 0 < low <= high:
+        case [low, high] if 0 < low <= high <= MAX_SIDE:
             return low, high
-    raise ValueError(f"{_show(value)} is neither one positive number nor [min, max], two with 0 < min <= max")
+    raise ValueError(f"{_show(value)} is neither one number nor two, [min, max], with 0 < min <= max <= {MAX_SIDE}")
 
 
 def _odd(value: object) -> int:
@@ -151,10 +155,10 @@ def _bits(value: object) -> int:
 
 
 def _erased_to(value: object) -> Literal["mean"] | tuple[float, float, float]:
-    if value == "mean":
+    if isinstance(value, str) and value == "mean":
         return "mean"
     allowed = 'a number from 0 to 1, [red, green, blue] of such, or "mean", which is the mean of the stream\'s output'
-    if value == "random":
+    if isinstance(value, str) and value == "random":
         raise ValueError(
             f"'random' would need a draw for each value of each picture, so Headrace has it not; write {allowed}, or "
             "erase in the trainer"
@@ -173,7 +177,7 @@ HeightAndWidth = Annotated[tuple[int, int], BeforeValidator(_height_and_width)]
 Fill = Annotated[Colour, BeforeValidator(_colour)]
 #: One number is every side, two are left and right, top and bottom; kept as left, top, right, bottom.
 Padding = Annotated[tuple[int, int, int, int], BeforeValidator(_padding)]
-Probability = Annotated[float, Field(ge=0, le=1)]
+Probability = Annotated[float, Field(ge=0, le=1, strict=True)]
 #: The length of the shorter side, or height and width.
 ShorterOrExact = Annotated[int | tuple[int, int] | None, BeforeValidator(_or_none(_shorter_or_exact))]
 LongerSide = Annotated[int | None, BeforeValidator(_or_none(_side))]
@@ -182,7 +186,7 @@ Shares = Annotated[tuple[float, float], _span(positive=False)]
 Ratios = Annotated[tuple[float, float], _span(positive=True)]
 ErasedShares = Annotated[tuple[float, float], _span(positive=False, most=1.0)]
 #: Smallest and largest factor; one number x is from 1 - x to 1 + x. None changes nothing.
-Factors = Annotated[tuple[float, float] | None, _around(1.0, 0.0, math.inf)]
+Factors = Annotated[tuple[float, float] | None, _around(1.0, 0.0, _MAX_FACTOR)]
 #: Smallest and largest turn; one number x is from -x to x. None changes nothing.
 Turns = Annotated[tuple[float, float] | None, _around(0.0, -0.5, 0.5)]
 #: Smallest and largest; one number is both.

@@ -35,8 +35,11 @@ Form: TypeAlias = tuple[tuple[type[Step], bool | tuple[int, ...] | None], ...]
 
 #: Levels. Above what float32 loses in a sum of levels, so that a half is surely lifted, and else without effect.
 _NUDGE = 2.0**-13
-#: Pixels. Weighs only the middle, exp(-1 / (2 sigma^2)) is 0 in float32; to DALI 0 means one of its own choice.
+#: Pixels. Weighs only the middle, exp(-1 / (2 sigma^2)) is 0 in float32, as with any less; to DALI 0 means one of its
+#: own choice, and of what squares to 0 it makes NaN.
 _NO_BLUR = 2.0**-10
+#: A grey in whole numbers, and what to divide it by.
+_GREY, _GREY_UNIT = np.rint(np.array(GREY) * 1000).astype(np.int64), 1000
 
 
 def form(steps: Sequence[Step]) -> Form:
@@ -87,7 +90,7 @@ def _numbers(step: Step) -> dict[str, NDArray[Any]]:
         case Autocontrast() | Equalize():
             return {"apply": step.apply.astype(np.int32)}
         case Blur():
-            return {"sigma": np.where(step.sigma > 0, step.sigma, _NO_BLUR).astype(np.float32)}
+            return {"sigma": np.maximum(step.sigma, _NO_BLUR).astype(np.float32)}
         case Erase():
             x0, y0, x1, y1 = step.box.T.astype(np.float32)
             return {"anchor": np.stack([y0, x0], axis=1), "shape": np.stack([y1 - y0, x1 - x0], axis=1)}
@@ -114,14 +117,14 @@ class _Sources:
         node = self.argument(name, dtype, ndim)
         return node.gpu() if self._device == "gpu" else node
 
-    def constant(self, values: Sequence[float]) -> Any:
-        """Likewise, the same for all pictures; float32 [len(values)]."""
-        return types.Constant(np.array(values, np.float32), device=self._device)
+    def constant(self, values: NDArray[Any]) -> Any:
+        """Likewise, the same for all pictures."""
+        return types.Constant(values, device=self._device)
 
 
 def _step(x: Any, kind: type[Step], setting: Any, sources: _Sources, pixels: int) -> Any:
     if kind is Matrix:
-        return _matrix(x, sources, setting)
+        return _matrix(x, sources, bool(setting), pixels)
     if kind is Solarize:
         return x ^ ((x >= sources.operand("threshold", types.INT16, 0)) * _white())
     if kind is Posterize:
@@ -136,13 +139,15 @@ def _step(x: Any, kind: type[Step], setting: Any, sources: _Sources, pixels: int
     return fn.erase(x, anchor=anchor, shape=shape, axis_names="HW", fill_value=[float(level) for level in setting])
 
 
-def _matrix(x: Any, sources: _Sources, centred: bool) -> Any:
+def _matrix(x: Any, sources: _Sources, centred: bool, pixels: int) -> Any:
     matrix, offset = sources.argument("matrix", types.FLOAT, 2), sources.argument("offset", types.FLOAT, 1)
     if not centred:
         return fn.coord_transform(x, M=matrix, T=offset, dtype=types.UINT8)
     # An argument cannot come from a GPU, so what depends on the pixels is added behind.
     y = fn.coord_transform(x, M=matrix, T=offset, dtype=types.FLOAT)
-    mean = fn.reductions.sum(fn.reductions.mean(x, axes=[0, 1]) * sources.constant(GREY), axes=[0])
+    # Whole numbers, whose sum is the same in whatever order a device adds them, and beside whatever batch.
+    total = fn.reductions.sum(fn.reductions.sum(x, axes=[0, 1]) * sources.constant(_GREY), axes=[0])
+    mean = total * (1 / (_GREY_UNIT * pixels))
     return fn.cast(y + sources.operand("gain", types.FLOAT, 0) * mean, dtype=types.UINT8)
 
 

@@ -160,7 +160,8 @@ def _weights(sigma: float, taps: int) -> list[np.float32]:
     """
     if sigma == 0.0:
         return [np.float32(1)]
-    shape = [math.exp(-0.5 * (k / sigma) ** 2) for k in range(taps // 2 + 1)]
+    # Products overflow to infinity, which weighs nothing; powers would raise.
+    shape = [math.exp(-0.5 * (k / sigma) * (k / sigma)) for k in range(taps // 2 + 1)]
     total = 2 * sum(shape) - shape[0]
     whole = [round(value / total * 2**16) for value in shape]
     sides = [value for value in whole[1:] if value]

@@ -113,6 +113,8 @@ def test_steps_that_change_nothing_give_the_picture_itself() -> None:
         blur(0.0, 5, 5),
         blur(2.0, 1, 1),
         blur(0.05, 5, 5),
+        blur(1e-200, 5, 5),
+        blur(5e-324, 5, 5),
         erase([3, 3, 3, 9]),
         erase([0, 0, 0, 0]),
     ]
