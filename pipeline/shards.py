@@ -153,13 +153,14 @@ _ITS_TAR = "its tar: "
 
 
 class ShardSource:
-    """Samples that are members of tars. Keeps the tars open that it read from last. Not for several threads at once.
+    """Samples that are members of tars. Keeps the tars open that it read from last. Good for several threads at once.
 
     A tar that was replaced, while it is open here, stays what was indexed; one that was written to is an error.
     """
 
     def __init__(self, index: Index, decode: Decode) -> None:
-        self._open: dict[int, int] = {}  # number of a tar → descriptor, the latest last
+        self._open: dict[int, _Descriptor] = {}  # by number of a tar, the latest last
+        self._lock = threading.Lock()  # of what is open; whoever reads holds what it reads from
         self._index = index
         self._limit = decode.max_file_bytes
 
@@ -170,12 +171,12 @@ class ShardSource:
         state = int(index.watched_sizes[tar]), int(index.mtimes_ns[i])
         position, size = int(index.positions[i]), int(index.sizes[i])
         try:
-            fd = self._descriptor(tar, name)
-            compare(name, os.fstat(fd), *state, _ITS_TAR)
+            file = self._opened(tar, name)
+            compare(name, os.fstat(file.fd), *state, _ITS_TAR)
             check_size(size, self._limit)
-            data = pread(fd, size, position)
+            data = pread(file.fd, size, position)
             # A tar rewritten under our hands would give a mix of two pictures.
-            compare(name, os.fstat(fd), *state, _ITS_TAR)
+            compare(name, os.fstat(file.fd), *state, _ITS_TAR)
         except (OSError, DatasetError):
             self._drop(tar)  # whoever tries again shall open it again: a stale handle stays stale
             raise
@@ -186,29 +187,42 @@ class ShardSource:
 
     def close(self) -> None:
         """Close the tars; those that are needed again are opened again."""
-        for tar in list(self._open):
-            self._drop(tar)
+        with self._lock:
+            self._open.clear()
 
-    def __del__(self) -> None:
-        self.close()
-
-    def _descriptor(self, tar: int, name: str) -> int:
-        fd = self._open.pop(tar, None)
-        if fd is None:
+    def _opened(self, tar: int, name: str) -> _Descriptor:
+        with self._lock:
+            file = self._open.pop(tar, None)
+            if file is not None:
+                self._open[tar] = file
+                return file
             while len(self._open) >= _OPEN:
-                self._drop(next(iter(self._open)))
-            try:
-                fd = open_indexed(self._index.watched_path(tar), name, _ITS_TAR)
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self.close()
-                raise
-        self._open[tar] = fd
-        return fd
+                del self._open[next(iter(self._open))]
+        try:
+            file = _Descriptor(open_indexed(self._index.watched_path(tar), name, _ITS_TAR))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self.close()
+            raise
+        with self._lock:
+            self._open[tar] = file
+        return file
 
     def _drop(self, tar: int) -> None:
-        if (fd := self._open.pop(tar, None)) is not None:
-            os.close(fd)
+        with self._lock:
+            self._open.pop(tar, None)
+
+
+class _Descriptor:
+    """Closed with the last one who holds it. A number that is closed while another thread still reads from it may be
+    another tar's by then, and of the same size and age.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
 
 
 # -- what threads do ----------------------------------------------------------------------------------------

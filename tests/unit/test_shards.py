@@ -12,6 +12,7 @@ import subprocess
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -910,6 +911,31 @@ def test_a_bounded_number_of_tars_is_kept_open_and_none_after_close(
     assert len(os.listdir("/proc/self/fd")) == before and source.read(5) == b"5"
     del source
     assert len(os.listdir("/proc/self/fd")) == before
+    index.close()
+
+
+def test_a_tar_that_others_push_out_while_it_is_read_stays_the_one_that_is_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tars of one size and age: a descriptor that had become another one's would pass for the right one."""
+    monkeypatch.setattr(module, "_OPEN", 1)
+    dataset = described(shards=put(root, *({"a.jpg": b"%d" % i} for i in range(4))))
+    index = open_index(dataset, root.parent / "cache")
+    source, real = open_source(dataset, index, Decode()), module.pread
+    assert isinstance(source, ShardSource)
+    others = [1, 2, 3]
+
+    def meanwhile(fd: int, size: int, offset: int) -> bytes:
+        if others:
+            i = others.pop()
+            assert source.read(i) == b"%d" % i
+        return real(fd, size, offset)
+
+    monkeypatch.setattr(module, "pread", meanwhile)
+    assert source.read(0) == b"0" and not others
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(source.read, [*range(4)] * 50)] == [b"%d" % i for i in range(4)] * 50
+    source.close()
     index.close()
 
 
