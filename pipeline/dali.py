@@ -11,6 +11,7 @@ stand, or where DALI refuses it also alone, Pillow's: so who renders a picture d
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import os
@@ -47,6 +48,9 @@ from headrace.protocol import IMPURE
 
 #: Pipelines that are kept; one takes ten milliseconds to build, and some threads.
 _PIPELINES = 8
+
+#: Pixels after which memory that is free goes back to the system, which takes some ten milliseconds.
+_TIDY_PIXELS = 1 << 29
 
 _NEARLY = 4  # levels
 _PROGRESSIVE = 2  # and before it baseline and extended, both in Huffman coding
@@ -86,6 +90,7 @@ class DaliBackend:
         self._gpu = _gpu(options.device) if gpu else None
         self._pillow = PillowBackend()
         self._pipelines: dict[Form, Any] = {}
+        self._untidied = 0
         self.render_id = "/".join(self._identity(options))
         self._check()
 
@@ -186,13 +191,23 @@ class DaliBackend:
         for k, i in enumerate(rows if self._gpu is None else ()):
             steps = task.params.colour if self._cpu else ()
             task.out[i][...] = np.asarray(paint(Image.fromarray(images[k]), steps, i)) if steps else images[k]
-        if self._cpu and sum(task.pixels(i) for i in rows) > self._batch_pixels:
-            # It would keep the memory of a giant; and it refers to itself.
-            self._pipelines.pop(form, None)
-            gc.collect()
+        if self._cpu:
+            self._tidy(form, sum(task.pixels(i) for i in rows))
         if last and not judged:
             for k, i in enumerate(rows):
                 self._judge(task, i, last[0][k].tobytes())
+
+    def _tidy(self, form: Form, pixels: int) -> None:
+        """After a batch of so many pixels."""
+        if pixels > self._batch_pixels:
+            # The pipeline would keep the memory of a giant; and it refers to itself.
+            self._pipelines.pop(form, None)
+            gc.collect()
+        self._untidied += pixels
+        if self._untidied > _TIDY_PIXELS:
+            # Blocks of ever other sizes leave gaps between them: hundreds of MB in an hour.
+            self._untidied = 0
+            _trim()
 
     def _judge(self, task: _Task, i: int, last: bytes) -> None:
         picture = task.pictures[i]
@@ -333,6 +348,11 @@ def _gpu(number: int) -> Device:
         return Device(number)
     except CudaError as error:
         raise BackendFailed(f"CUDA: {error}") from error
+
+
+def _trim() -> None:
+    with suppress(AttributeError):  # of a libc that is not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

@@ -180,6 +180,17 @@ def test_the_memory_of_many_refusals_is_given_back(backend: Backend) -> None:
     assert resident() - before < 8 << 20
 
 
+def test_free_memory_goes_back_to_the_system_every_so_many_pixels(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(dali, "_trim", lambda: trims.append(1))
+    monkeypatch.setattr(dali, "_TIDY_PIXELS", 4 * 61 * 95)
+    for _ in range(11):
+        render(backend, [JPEGS["4:2:0"]], full([JPEGS["4:2:0"]]))
+    assert len(trims) == 2
+
+
 def routed() -> dict[str, bytes]:
     """Pictures that are Pillow's, whoever is asked."""
     made = kinds.make()
