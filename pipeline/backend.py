@@ -88,10 +88,10 @@ def _pillow(options: Options) -> Backend:
 def _dali(options: Options, gpu: bool) -> Backend:
     try:
         from headrace.pipeline.dali import DaliBackend
-    except (ImportError, OSError) as error:
+    except Exception as error:  # it loads a dozen libraries, and whatever they raise: DALI does not work here
         raise BackendFailed(
-            f"DALI cannot be imported ({error}). It comes with the extra headrace[dali], and for CUDA 12 with "
-            "headrace[dali-cuda12]"
+            f"DALI cannot be imported ({type(error).__name__}: {error}). It comes with the extra headrace[dali], and "
+            "for CUDA 12 with headrace[dali-cuda12]"
         ) from error
     return DaliBackend(options, gpu=gpu)
 

@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from uuid import UUID
 
 _LIBRARY = "libcuda.so.1"
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: page-locked for every context
@@ -95,6 +96,17 @@ class Device:
             self._call("cuDeviceGetAttribute", ctypes.byref(number), attribute, self._device)
             numbers.append(number.value)
         return f"{name.value.decode(errors='replace')} {numbers[0]}.{numbers[1]}"
+
+    @property
+    def uuid(self) -> UUID:
+        """Of this GPU, or of the part of one (MIG) that it is.
+
+        Raises:
+            CudaError: the device does not answer.
+        """
+        octets = ctypes.create_string_buffer(16)
+        self._call("cuDeviceGetUuid_v2", octets, self._device)
+        return UUID(bytes=octets.raw)
 
     @property
     def free(self) -> int:

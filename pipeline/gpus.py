@@ -1,5 +1,8 @@
 """The GPUs of this machine, by NVML: nothing here starts CUDA, so no process gets a context, or memory, on a GPU.
 
+A driver that is in trouble may keep for ever who asks it. So `look` has a process of its own ask,
+`python -m headrace.pipeline.gpus`, where there is a driver at all.
+
 See the NVML API reference, https://docs.nvidia.com/deploy/nvml-api. NVML counts GPUs by their place on the bus, as
 `nvidia-smi` does; CUDA counts as it likes, unless CUDA_DEVICE_ORDER says otherwise. So whoever starts CUDA calls
 `count_by_bus` before, and numbers mean the same everywhere.
@@ -9,12 +12,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from headrace.pipeline import isolated
+from headrace.pipeline.isolated import Isolated
+
+#: Seconds for an answer. Where no process keeps GPUs ready, the driver starts each of them first, which takes seconds.
+TIMEOUT = 15.0
 _LIBRARY = "libnvidia-ml.so.1"
 _TEXT = 96  # bytes of a name, of an identity, of a version
 _PROCESSES = 256
@@ -48,6 +57,8 @@ class Gpu:
         total, free: bytes of its memory.
         users: processes that compute on it, as far as they can be seen.
         crowded: whether somebody who cannot be seen, in another container, uses its memory.
+        uuid: as `nvidia-smi -L` prints it.
+        trouble: why the driver does not tell all of this, or "".
     """
 
     number: int
@@ -56,6 +67,8 @@ class Gpu:
     free: int
     users: tuple[int, ...] = ()
     crowded: bool = False
+    uuid: str = ""
+    trouble: str = ""
 
     @property
     def busy(self) -> str:
@@ -90,16 +103,29 @@ def count_by_bus() -> None:
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
 
 
-def look(load: Callable[[str], Any] = ctypes.CDLL) -> Gpus:
+def look(load: Callable[[str], Any] = ctypes.CDLL, *, timeout: float = TIMEOUT) -> Gpus:
     """What there is. Costs a failed `dlopen` where there is no driver.
 
     Args:
         load: the library by its name; OSError where it is missing.
+        timeout: seconds for an answer.
     """
+    try:
+        load(_LIBRARY)
+    except OSError:
+        return _NO_DRIVER
+    try:
+        return Isolated(__name__, (), Gpus, timeout=timeout).result()
+    except isolated.Failed as failed:
+        return Gpus(trouble=f"the NVIDIA driver does not work: a process that asked it {failed}")
+
+
+def ask(load: Callable[[str], Any] = ctypes.CDLL) -> Gpus:
+    """The same, asked in this process."""
     try:
         nvml = load(_LIBRARY)
     except OSError:
-        return Gpus(trouble=f"there is no NVIDIA driver: {_LIBRARY} cannot be loaded")
+        return _NO_DRIVER
     try:
         _call(nvml, "nvmlInit_v2")
     except _Failed as error:
@@ -117,8 +143,11 @@ def look(load: Callable[[str], Any] = ctypes.CDLL) -> Gpus:
         with suppress(_Failed):
             _call(nvml, "nvmlShutdown")
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = "" if asked is None else f" that CUDA_VISIBLE_DEVICES={asked} lets be seen"
+    hidden = "" if asked is None else f' that CUDA_VISIBLE_DEVICES="{asked}" lets be seen'
     return Gpus(found, driver, newest, "" if found else f"NVIDIA driver {driver}: there is no GPU{hidden}")
+
+
+_NO_DRIVER = Gpus(trouble=f"there is no NVIDIA driver: {_LIBRARY} cannot be loaded")
 
 
 class OwnMemory:
@@ -134,7 +163,8 @@ class OwnMemory:
         with suppress(OSError, _Failed, IndexError):
             self._nvml = load(_LIBRARY)
             _call(self._nvml, "nvmlInit_v2")  # until the process ends
-            self._handle = _visible(self._nvml)[number]
+            handle = _visible(self._nvml)[number]
+            self._handle = None if isinstance(handle, _Failed) else handle
 
     def __call__(self) -> int | None:
         """None where NVML does not tell: in a container it may know this process by another number, or not at all."""
@@ -148,50 +178,78 @@ class OwnMemory:
         return sum(mine) if mine and max(mine) != _UNKNOWN else None
 
 
-def _visible(nvml: Any) -> list[ctypes.c_void_p]:
-    """Handles of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order. As in CUDA the first entry that names none
-    ends the list; see "Environment Variables" in the CUDA programming guide.
+#: A GPU, or why the driver does not give it.
+_Handle = ctypes.c_void_p | _Failed
+
+
+def _visible(nvml: Any) -> list[_Handle]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order. As in CUDA the first entry that names none ends the
+    list, and so does one that comes again; see "Environment Variables" in the CUDA programming guide.
     """
     count = ctypes.c_uint()
     _call(nvml, "nvmlDeviceGetCount_v2", ctypes.byref(count))
-    handles = []
-    for number in range(count.value):
-        handle = ctypes.c_void_p()
-        _call(nvml, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(number), ctypes.byref(handle))
-        handles.append(handle)
+    handles = [_handle(nvml, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(number)) for number in range(count.value)]
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if asked is None:
         return handles
-    seen: list[ctypes.c_void_p] = []
+    seen: list[_Handle] = []
     for entry in map(str.strip, asked.split(",")):
         if entry.isascii() and entry.isdigit() and int(entry) < len(handles):
-            seen.append(handles[int(entry)])
+            named = [handles[int(entry)]]
         elif entry.startswith("GPU-"):
-            matching = [handle for handle in handles if _text(nvml, "nvmlDeviceGetUUID", handle).startswith(entry)]
-            if len(matching) != 1:
-                break
-            seen += matching
+            named = [handle for handle in handles if _uuid(nvml, handle).startswith(entry)]
         elif entry.startswith("MIG-"):
-            instance = ctypes.c_void_p()
-            try:
-                _call(nvml, "nvmlDeviceGetHandleByUUID", entry.encode(), ctypes.byref(instance))
-            except _Failed:
-                break
-            seen.append(instance)
+            instance = _handle(nvml, "nvmlDeviceGetHandleByUUID", entry.encode())
+            named = [] if isinstance(instance, _Failed) else [instance]
         else:
             break
+        if len(named) != 1 or any(_same(named[0], other) for other in seen):
+            break
+        seen += named
     return seen
 
 
-def _gpu(nvml: Any, number: int, handle: ctypes.c_void_p) -> Gpu:
-    memory = _Memory(version=ctypes.sizeof(_Memory) | 2 << 24)
-    _call(nvml, "nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(memory))
+def _handle(nvml: Any, name: str, key: Any) -> _Handle:
+    handle = ctypes.c_void_p()
+    try:
+        _call(nvml, name, key, ctypes.byref(handle))
+    except _Failed as error:  # it has fallen off the bus, or may not be used
+        return error
+    return handle
+
+
+def _same(one: _Handle, other: _Handle) -> bool:
+    if isinstance(one, _Failed) or isinstance(other, _Failed):
+        return one is other
+    return one.value == other.value
+
+
+def _uuid(nvml: Any, handle: _Handle) -> str:
+    """Or "" where it is not told."""
+    if isinstance(handle, _Failed):
+        return ""
+    try:
+        return _text(nvml, "nvmlDeviceGetUUID", handle)
+    except _Failed:
+        return ""
+
+
+def _gpu(nvml: Any, number: int, handle: _Handle) -> Gpu:
+    name, uuid = "unknown", _uuid(nvml, handle)
+    try:
+        if isinstance(handle, _Failed):
+            raise handle
+        name = _text(nvml, "nvmlDeviceGetName", handle)
+        memory = _Memory(version=ctypes.sizeof(_Memory) | 2 << 24)
+        _call(nvml, "nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(memory))
+    except _Failed as error:
+        return Gpu(number, name, 0, 0, uuid=uuid, trouble=str(error))
     try:
         users = tuple(sorted(process.pid for process in _running(nvml, handle)))
     except _Failed:  # it may be forbidden to ask
         users = ()
     crowded = not users and memory.used > _NOBODYS
-    return Gpu(number, _text(nvml, "nvmlDeviceGetName", handle), memory.total, memory.free, users, crowded)
+    return Gpu(number, name, memory.total, memory.free, users, crowded, uuid)
 
 
 def _running(nvml: Any, handle: ctypes.c_void_p) -> list[_Process]:
@@ -224,3 +282,12 @@ def _name(pid: int) -> str:
         return f" ({Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()})"
     except OSError:
         return ""
+
+
+def main(argv: list[str]) -> NoReturn:
+    isolated.attach(argv)
+    isolated.answer(ask())
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -50,7 +50,8 @@ class Choice:
         backend: a name of `headrace.pipeline.backend`, never "auto".
         devices: numbers of the GPUs that it uses; empty unless it is "dali-gpu".
         why: sentences.
-        render_id: of the backend as it was tried, or "" if it was not.
+        render_id: of the backend as it was tried, or "" if it was not; of GPUs of several kinds all of them, with
+            " + " in between.
     """
 
     backend: str
@@ -83,8 +84,8 @@ def choose(workers: Workers) -> Choice:
         if not found.devices:
             raise ConfigError(_cannot("dali-gpu", *found.troubles))
         return Choice("dali-gpu", found.devices, (_NAMED, *found.troubles), found.render_id)
-    if workers.backend == "dali-cpu" and not dali():
-        raise ConfigError(_cannot("dali-cpu", _NO_DALI))
+    if workers.backend == "dali-cpu" and (missing := lack(dali())):
+        raise ConfigError(_cannot("dali-cpu", str(missing)))
     return Choice(workers.backend, (), (_NAMED,))
 
 
@@ -102,7 +103,7 @@ def prove(workers: Workers) -> Choice:
             return replace(chosen, render_id=made.render_id)
     from headrace.pipeline import trial
 
-    tried = trial.run(chosen.backend)
+    (tried,) = trial.run(chosen.backend)
     if tried.trouble:
         raise ConfigError(_cannot(chosen.backend, tried.trouble))
     return replace(chosen, render_id=tried.render_id)
@@ -127,12 +128,48 @@ def _cannot(name: str, *troubles: str) -> str:
     return f"workers.backend: {name} cannot run here: {'; '.join(troubles)}. `auto` takes what works"
 
 
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """Why DALI cannot run, and what to do."""
+
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.remedy}"
+
+
+def lack(installed: list[Dali], there: Gpus | None = None) -> Lack | None:
+    """What keeps DALI from running, as far as is known without trying it.
+
+    Args:
+        installed: see `dali`.
+        there: the GPUs that it is to run on.
+    """
+    if not installed:
+        return Lack(
+            "NVIDIA DALI is not installed",
+            "pip install 'headrace[dali]', or 'headrace[dali-cuda12]' where the driver knows no CUDA 13",
+        )
+    if len(installed) > 1:
+        both = [dali.package for dali in installed]
+        return Lack(
+            f"{' and '.join(both)} are installed and overwrite each other's files",
+            f"pip uninstall {' '.join(both)}, then install one of them again",
+        )
+    (only,) = installed
+    if there is None or there.cuda >= only.cuda:
+        return None
+    other = "'headrace[dali-cuda12]' instead of 'headrace[dali]', or " if there.cuda >= (12, 0) else ""
+    return Lack(
+        f"NVIDIA driver {there.driver} runs CUDA {_dotted(there.cuda)} at most, and {only.package} {only.version} "
+        f"needs {_dotted(only.cuda)}",
+        f"install {other}a newer driver",
+    )
+
+
 _NAMED = "the configuration names it"
 _FASTEST = "a GPU is the fastest there is"
-_NO_DALI = (
-    "NVIDIA DALI is not installed: pip install 'headrace[dali]', or 'headrace[dali-cuda12]' where the driver knows no "
-    "CUDA 13"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,34 +195,46 @@ def _usable(workers: Workers) -> _Usable:
     """
     there = gpus.look()
     if there.trouble:
-        return _Usable(troubles=(there.trouble,))
+        missing = lack(dali()) if workers.backend == "dali-gpu" else None
+        return _Usable(troubles=(there.trouble, *([str(missing)] if missing else [])))
+    wanted = _wanted(workers, there)
+    if missing := lack(dali(), there):
+        return _Usable(troubles=(str(missing),))
+    troubles: list[str] = []
+    candidates: list[Gpu] = []
+    for gpu in wanted:
+        if trouble := _trouble(workers, gpu):
+            troubles.append(trouble)
+        else:
+            candidates.append(gpu)
+    if not candidates:
+        return _Usable(troubles=tuple(troubles))
     from headrace.pipeline import trial  # which opens pictures, and most daemons never do
 
-    wanted = _wanted(workers, there)
-    if not (installed := dali()):
-        return _Usable(troubles=(_NO_DALI,))
-    if there.cuda < installed[0].cuda:
-        return _Usable(troubles=(too_old(there, installed[0]),))
-    troubles, running = [], {}
-    for gpu in wanted:
-        if (busy := gpu.busy) and workers.devices == "auto":
-            troubles.append(f"GPU {gpu.number} ({gpu.name}) is used by {busy}; to share it, name it in workers.devices")
-        elif gpu.free < workers.gpu_memory:
-            troubles.append(
-                f"GPU {gpu.number} ({gpu.name}) has {gpu.free >> 20} MiB of free memory, and workers.gpu_memory is "
-                f"{workers.gpu_memory >> 20} MiB"
-            )
+    working: list[tuple[int, str]] = []
+    for gpu, tried in zip(
+        candidates, trial.run("dali-gpu", candidates, hw_decoder_load=workers.hw_decoder_load), strict=True
+    ):
+        if tried.trouble:
+            troubles.append(f"GPU {gpu.number} ({gpu.name}): {tried.trouble}")
         else:
-            options = Options(device=gpu.number, hw_decoder_load=workers.hw_decoder_load)
-            running[gpu] = trial.Running("dali-gpu", options)  # all of them at once
-    devices, render_id = [], ""
-    for gpu, tried in running.items():
-        if (done := tried.result()).trouble:
-            troubles.append(f"GPU {gpu.number} ({gpu.name}): {done.trouble}")
-        else:
-            devices.append(gpu.number)
-            render_id = render_id or done.render_id
-    return _Usable(tuple(devices), tuple(troubles), render_id)
+            working.append((gpu.number, tried.render_id))
+    devices, render_ids = [number for number, _ in working], {render_id for _, render_id in working}
+    return _Usable(tuple(devices), tuple(troubles), " + ".join(sorted(render_ids)))
+
+
+def _trouble(workers: Workers, gpu: Gpu) -> str:
+    """Why a GPU is not even tried, or ""."""
+    named = f"GPU {gpu.number} ({gpu.name})"
+    if gpu.trouble:
+        return f"{named}: {gpu.trouble}"
+    if (busy := gpu.busy) and workers.devices == "auto":
+        return f"{named} is used by {busy}; to share it, name it in workers.devices"
+    if gpu.free < workers.gpu_memory:
+        return (
+            f"{named} has {gpu.free >> 20} MiB of free memory, and workers.gpu_memory is {workers.gpu_memory >> 20} MiB"
+        )
+    return ""
 
 
 def _wanted(workers: Workers, there: Gpus) -> list[Gpu]:
@@ -196,15 +245,6 @@ def _wanted(workers: Workers, there: Gpus) -> list[Gpu]:
         known = ", ".join(f"{gpu.number} ({gpu.name})" for gpu in there.found)
         raise ConfigError(f"workers.devices: there is no GPU {', '.join(map(str, unknown))}; there is {known}")
     return [by_number[int(number)] for number in workers.devices]
-
-
-def too_old(there: Gpus, installed: Dali) -> str:
-    """That the driver is too old for this DALI, and what to do."""
-    other = "'headrace[dali-cuda12]' instead of 'headrace[dali]', or " if there.cuda >= (12, 0) else ""
-    return (
-        f"NVIDIA driver {there.driver} runs CUDA {_dotted(there.cuda)} at most, and {installed.package} "
-        f"{installed.version} needs {_dotted(installed.cuda)}: install {other}a newer driver"
-    )
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -1,4 +1,4 @@
-"""Whether a backend really works here, found out by using it: `python -m headrace.pipeline.trial NAME DEVICE LOAD`.
+"""Whether a backend really works here, found out by using it: `python -m headrace.pipeline.trial`.
 
 A library may be there and not load, load and not find its GPU, decode nonsense, crash or hang. So the trial is
 another process with a deadline, which renders a small picture by the backend and compares it with what Pillow makes
@@ -10,34 +10,33 @@ from __future__ import annotations
 
 import ctypes
 import io
-import json
 import mmap
-import signal
-import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any, NoReturn
+from uuid import UUID
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from headrace.pipeline import cuda, gpus
+from headrace.pipeline import cuda, gpus, isolated
 from headrace.pipeline.backend import BACKENDS, Backend, BackendFailed, Options, make
+from headrace.pipeline.gpus import Gpu
+from headrace.pipeline.isolated import Isolated
 from headrace.pipeline.probe import probe
 from headrace.pipeline.spec import Decode
 from headrace.pipeline.transforms import CenterCrop, Resize, plan
 
-#: Seconds for a trial: importing DALI takes one, from a cold disk many, and the start of CUDA several. Less than a
-#: Loader waits for its private daemon, and than that one's lock is waited for.
+#: Seconds for a trial: importing DALI takes one, from a cold disk many, and the start of CUDA several. Together with
+#: those that `gpus.look` may take less than a Loader waits for its private daemon, or for that one's lock.
 TIMEOUT = 25.0
 _SIZE = 32  # of the picture that comes out, which goes in larger
 #: How far levels may be from Pillow's, on average: decoders and filters of a GPU round differently. A picture that was
 #: not decoded, or not resized, is dozens away.
 _TOLERANCE = 3.0
-_DEFAULTS = Options()
 #: The name by which page-locking is tried, and bytes for it.
 PAGE_LOCKING = "page-locking"
 _LOCKED = 8 << 20
@@ -55,52 +54,33 @@ class Trial:
     trouble: str = ""
 
 
-class Running:
-    """A trial that goes on.
+def run(
+    name: str, devices: Sequence[Gpu] = (), *, hw_decoder_load: float = 0.0, timeout: float = TIMEOUT
+) -> list[Trial]:
+    """Try a backend, on all of these GPUs at once.
 
     Args:
         name: of the backend.
-        options: it gets.
-        timeout: seconds until it counts as hung.
+        devices: a trial for each; without any there is one, of what needs no GPU.
+        hw_decoder_load: as in `Options`.
+        timeout: seconds until a trial counts as hung.
     """
-
-    def __init__(self, name: str, options: Options = _DEFAULTS, *, timeout: float = TIMEOUT) -> None:
-        self._timeout = timeout
-        arguments = [name, str(options.device), str(options.hw_decoder_load), str(timeout)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "headrace.pipeline.trial", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-
-    def result(self) -> Trial:
-        """Wait for it; at most its deadline and a few seconds."""
-        try:
-            out, err = self._process.communicate(timeout=self._timeout + 5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):  # what waits in a driver cannot be killed, and is left alone
-                self._process.communicate(timeout=5)
-            return Trial(trouble=self._too_long())
-        code = self._process.returncode
-        if code == 0:
-            with suppress(ValueError, TypeError):
-                return Trial(**json.loads(out.splitlines()[-1]))
-        if code == -signal.SIGALRM:
-            return Trial(trouble=self._too_long())
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        said = err.decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(said) if line.strip()), "nothing")
-        return Trial(trouble=f"a trial of it {how}; its last words: {last}")
-
-    def _too_long(self) -> str:
-        return f"a trial of it did not end within {self._timeout:g} seconds"
+    places = [(str(gpu.number), gpu.uuid) for gpu in devices] or [("0", "")]
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(
+                closing(Isolated(__name__, [name, number, uuid, str(hw_decoder_load)], Trial, timeout=timeout))
+            )
+            for number, uuid in places
+        ]
+        return [_result(each) for each in running]
 
 
-def run(name: str, options: Options = _DEFAULTS, *, timeout: float = TIMEOUT) -> Trial:
-    """Try a backend."""
-    return Running(name, options, timeout=timeout).result()
+def _result(running: Isolated[Trial]) -> Trial:
+    try:
+        return running.result()
+    except isolated.Failed as failed:
+        return Trial(trouble=f"a trial of it {failed}")
 
 
 def render(name: str, options: Options) -> Trial:
@@ -150,15 +130,39 @@ def _rendered(backend: Backend) -> NDArray[np.int16]:
     return out.astype(np.int16)
 
 
-def main(argv: list[str]) -> int:
-    name, device, load, timeout = argv[1:]
-    signal.alarm(max(1, int(float(timeout))))  # whatever it waits for, and whoever has forgotten it
+def confused(device: int, uuid: str, load: Callable[[str], Any] = ctypes.CDLL) -> str:
+    """That CUDA's GPU of this number is not the one that NVML has told about, or "". Numbers may differ where a GPU is
+    parted (MIG) or has failed; then it might be one that others use.
+
+    Args:
+        uuid: what NVML says.
+        load: as of `headrace.pipeline.cuda.Device`.
+    """
+    try:
+        told = UUID(uuid.removeprefix("GPU-").removeprefix("MIG-"))
+    except ValueError:  # it has not said, or in a form of long ago
+        return ""
+    try:
+        with closing(cuda.Device(device, load)) as gpu:
+            seen = gpu.uuid
+    except cuda.CudaError as error:
+        return f"CUDA: {error}"
+    if seen == told:
+        return ""
+    return (
+        f"what CUDA counts as GPU {device} is another one, {seen}, and not {uuid}: set CUDA_VISIBLE_DEVICES to the "
+        "UUIDs of those to use, as nvidia-smi -L prints them"
+    )
+
+
+def main(argv: list[str]) -> NoReturn:
+    name, number, uuid, load = isolated.attach(argv)
     gpus.count_by_bus()
-    options = Options(device=int(device), hw_decoder_load=float(load))
-    done = lock(options.device) if name == PAGE_LOCKING else render(name, options)
-    print(json.dumps(asdict(done)))  # noqa: T201
-    return 0
+    options = Options(device=int(number), hw_decoder_load=float(load))
+    if trouble := confused(options.device, uuid):
+        isolated.answer(Trial(trouble=trouble))
+    isolated.answer(lock(options.device) if name == PAGE_LOCKING else render(name, options))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    main(sys.argv)

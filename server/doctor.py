@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import platform
 import resource
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,8 +25,7 @@ from headrace import __version__
 from headrace.connect import LONGEST_PATH
 from headrace.errors import ConfigError
 from headrace.pipeline import gpus, machine, trial
-from headrace.pipeline.backend import Options
-from headrace.pipeline.gpus import Gpus
+from headrace.pipeline.gpus import Gpu, Gpus
 from headrace.pipeline.machine import Dali
 from headrace.pipeline.spec import cache_home
 from headrace.server import ring_size
@@ -93,18 +93,31 @@ def versions() -> Finding:
     return Finding("ok", said)
 
 
-def gpu(look: Callable[[], Gpus] = gpus.look) -> Finding:
+@functools.cache
+def _look() -> Gpus:
+    return gpus.look()
+
+
+def _free(there: Gpus) -> list[Gpu]:
+    """GPUs on which something may be tried."""
+    return [gpu for gpu in there.found if not gpu.busy and not gpu.trouble]
+
+
+def gpu(look: Callable[[], Gpus] = _look) -> Finding:
     """GPUs, and who uses them."""
     there = look()
     if there.trouble:
         return Finding("warn", f"no GPU: {there.trouble}", _NO_GPU)
     named = "; ".join(
-        f"GPU {gpu.number} {gpu.name}, {gpu.free >> 20} of {gpu.total >> 20} MiB free"
-        f"{f', used by {gpu.busy}' if gpu.busy else ''}"
+        f"GPU {gpu.number} {gpu.name}, "
+        + (gpu.trouble or f"{gpu.free >> 20} of {gpu.total >> 20} MiB free")
+        + (f", used by {gpu.busy}" if gpu.busy else "")
         for gpu in there.found
     )
     said = f"driver {there.driver}, CUDA {'.'.join(map(str, there.cuda))}: {named}"
-    if all(gpu.busy for gpu in there.found):
+    if any(gpu.trouble for gpu in there.found):
+        return Finding("warn", said, "look at what the driver says in dmesg, and what nvidia-smi shows")
+    if not _free(there):
         return Finding(
             "warn", said, "`backend: auto` leaves GPUs alone that others use: name those to share in workers.devices"
         )
@@ -112,40 +125,52 @@ def gpu(look: Callable[[], Gpus] = gpus.look) -> Finding:
 
 
 def dali(
-    look: Callable[[], Gpus] = gpus.look,
+    look: Callable[[], Gpus] = _look,
     installed: Callable[[], list[Dali]] = machine.dali,
-    attempt: Callable[[str, Options], trial.Trial] = trial.run,
+    attempt: Callable[[str, Sequence[Gpu]], list[trial.Trial]] = trial.run,
 ) -> Finding:
     """Whether DALI renders a picture, in a process of its own."""
     there, found = look(), installed()
-    if not found:
-        missing = "NVIDIA DALI is not installed"
-        return Finding("ok", missing) if there.trouble else Finding("warn", missing, "pip install 'headrace[dali]'")
-    named = " and ".join(f"{dali.package} {dali.version}" for dali in found)
-    if len(found) > 1:
-        advice = f"pip uninstall {' '.join(dali.package for dali in found)}, then install one of them again"
-        return Finding("warn", f"{named} are installed and overwrite each other's files", advice)
-    if not there.trouble and there.cuda < found[0].cuda:
-        return Finding("warn", machine.too_old(there, found[0]))
-    ways = [("dali-gpu", gpu.number) for gpu in there.found if not gpu.busy] or [("dali-cpu", 0)]
+    if missing := machine.lack(found, None if there.trouble else there):
+        return Finding("ok" if not found and there.trouble else "warn", missing.what, missing.remedy)
+    named = f"{found[0].package} {found[0].version}"
+    free = _free(there)
+    tried = zip(
+        [f"on GPU {gpu.number}" for gpu in free] or ["on the CPU"],
+        attempt("dali-gpu" if free else "dali-cpu", free),
+        strict=True,
+    )
     worked: list[str] = []
     failed: list[str] = []
-    for name, device in ways:
-        done = attempt(name, Options(device=device))
-        where = f"on GPU {device}" if name == "dali-gpu" else "on the CPU"
+    for where, done in tried:
         (failed if done.trouble else worked).append(f"{where}: {done.trouble or done.render_id}")
     if failed:
-        advice = "`backend: auto` goes without; install headrace[dali] again, and look at what the driver says in dmesg"
+        advice = "`backend: auto` goes without; install headrace[dali] again" + (
+            ", and look at what the driver says in dmesg" if free else ""
+        )
         return Finding("warn", f"{named} does not work {'; '.join(failed)}", advice)
     return Finding("ok", f"{named} works {'; '.join(worked)}")
 
 
 def locking(
     limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-    look: Callable[[], Gpus] = gpus.look,
-    attempt: Callable[[str, Options], trial.Trial] = trial.run,
+    look: Callable[[], Gpus] = _look,
+    attempt: Callable[[str, Sequence[Gpu]], list[trial.Trial]] = trial.run,
 ) -> Finding:
-    """Whether memory can be locked, which copies from a GPU are faster into: by the kernel, and by the driver."""
+    """Whether memory can be page-locked, into which copies from a GPU are faster: by the driver, which does it for
+    workers, or where no GPU can be asked by the kernel.
+    """
+    if free := _free(look()):
+        numbers = ", ".join(str(gpu.number) for gpu in free)
+        troubles = [
+            f"for GPU {gpu.number}: {done.trouble}"
+            for gpu, done in zip(free, attempt(trial.PAGE_LOCKING, free), strict=True)
+            if done.trouble
+        ]
+        if troubles:
+            advice = "copies from such a GPU are slower; look at what the driver says in dmesg"
+            return Finding("warn", f"memory cannot be page-locked {'; '.join(troubles)}", advice)
+        return Finding("ok", f"memory can be page-locked for GPU {numbers}")
     allowed = limit()
     shown = "any amount" if allowed == resource.RLIM_INFINITY else f"{allowed >> 10} KiB"
     if error := _lock(_LOCKED):
@@ -155,10 +180,6 @@ def locking(
         return Finding(
             "warn", f"{_LOCKED >> 20} MiB of memory cannot be locked ({error}); the limit is {shown}", advice
         )
-    for gpu in (gpu for gpu in look().found if not gpu.busy):
-        if trouble := attempt(trial.PAGE_LOCKING, Options(device=gpu.number)).trouble:
-            advice = "copies from this GPU are slower without; look at what the driver says in dmesg"
-            return Finding("warn", f"memory cannot be page-locked for GPU {gpu.number}: {trouble}", advice)
     return Finding("ok", f"memory can be locked; the limit is {shown}")
 
 

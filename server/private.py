@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Nothing here may import NumPy: it starts threads, and `detach` forks.
 
-#: Seconds for the one who has the lock to answer.
-_FIND_TIMEOUT = 30.0
+#: Seconds for the one who has the lock to answer. It may have to find out what runs here, see `pipeline.trial`.
+_FIND_TIMEOUT = 50.0
 _FORMAT = "%(asctime)s %(name)s[%(process)d] %(levelname)s %(message)s"
 
 

@@ -6,7 +6,6 @@ again, no helper process stays behind. The child has its own session, so a termi
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import signal
@@ -16,8 +15,7 @@ import sys
 from pathlib import Path
 
 from headrace.channel import Channel
-
-_PR_SET_PDEATHSIG = 1
+from headrace.pipeline.isolated import end_with
 
 
 def attach_to_parent(argv: list[str]) -> socket.socket:
@@ -26,10 +24,7 @@ def attach_to_parent(argv: list[str]) -> socket.socket:
     The end of the socket pair would tell it too, but only when it is done with what it is doing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to a terminal's whole group; the daemon decides
-    # The signal comes when the *thread* that started us ends; a daemon's is its main thread.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(argv[2]):
-        os._exit(0)  # it was gone before
+    end_with(int(argv[2]))
     gc.freeze()  # what is imported stays: no collection need look through it, least of all the one at the end
     return socket.socket(fileno=int(argv[1]))
 

@@ -30,10 +30,9 @@ def check(photos: Path, home: Path, memory: str | None = None, **workers: Any) -
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     free = Gpu(0, "NVIDIA Test", 80 * GIB, 79 * GIB)
     used = Gpu(1, "NVIDIA Test", 80 * GIB, 40 * GIB, users=(1 << 30,))
-    working = type("Running", (), {"result": lambda self: Trial("dali-gpu/2.4.0")})
     monkeypatch.setattr(gpus, "look", lambda: Gpus((free, used), "580.65.06", (13, 0)))
     monkeypatch.setattr(machine, "dali", lambda: [Dali("nvidia-dali-cuda130", "2.4.0")])
-    monkeypatch.setattr(trial, "Running", lambda name, options: working())
+    monkeypatch.setattr(trial, "run", lambda name, devices, hw_decoder_load: [Trial("dali-gpu/2.4.0")])
 
 
 def test_check_says_which_gpus_render_with_what_and_which_do_not(

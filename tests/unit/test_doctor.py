@@ -8,7 +8,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from PIL import features
 
-from headrace.pipeline.backend import Options
 from headrace.pipeline.gpus import Gpu, Gpus
 from headrace.pipeline.machine import Dali
 from headrace.pipeline.trial import Trial
@@ -28,6 +27,8 @@ GIB = 1 << 30
 NO_DRIVER = Gpus(trouble="there is no NVIDIA driver")
 FREE = Gpu(0, "NVIDIA Test", 80 * GIB, 79 * GIB)
 IN_USE = Gpu(1, "NVIDIA Test", 80 * GIB, 40 * GIB, users=(1 << 30,))
+THIRD = Gpu(2, "NVIDIA Test", 80 * GIB, 79 * GIB)
+LOST = Gpu(3, "NVIDIA Test", 0, 0, trouble="nvmlDeviceGetMemoryInfo_v2: GPU is lost (15)")
 FINE = Finding("ok", "fine")
 DALI = Dali("nvidia-dali-cuda130", "2.4.0")
 
@@ -177,10 +178,17 @@ def test_no_gpu_or_none_that_is_free_is_a_warning() -> None:
     assert told.level == "warn" and "workers.devices" in told.advice
 
 
+def test_a_gpu_of_which_the_driver_does_not_tell_is_a_warning() -> None:
+    told = doctor.gpu(lambda: gpus(FREE, LOST))
+    assert told.level == "warn" and "dmesg" in told.advice
+    assert told.found.endswith("MiB free; GPU 3 NVIDIA Test, nvmlDeviceGetMemoryInfo_v2: GPU is lost (15)")
+
+
 def test_dali_is_missed_only_where_there_is_a_gpu() -> None:
     assert doctor.dali(lambda: NO_DRIVER, list).level == "ok"
     told = doctor.dali(lambda: gpus(FREE), list)
     assert (told.level, told.found) == ("warn", "NVIDIA DALI is not installed") and "headrace[dali]" in told.advice
+    assert doctor.dali(lambda: NO_DRIVER, list).found == told.found
 
 
 def test_two_packages_of_dali_are_a_warning() -> None:
@@ -195,28 +203,46 @@ def test_a_driver_that_is_too_old_is_a_warning_and_nothing_is_tried() -> None:
     assert told.level == "warn" and "needs 13.0" in told.found
 
 
-def test_dali_is_tried_on_every_gpu_that_nobody_uses_else_on_the_cpu() -> None:
-    tried: list[tuple[str, int]] = []
+class Tries:
+    """What is tried; on GPU 2 nothing works."""
 
-    def attempt(name: str, options: Options) -> Trial:
-        tried.append((name, options.device))
-        return Trial("" if options.device == 2 else f"{name}/2.4.0", "it hangs" if options.device == 2 else "")
+    def __init__(self, trouble: str) -> None:
+        self.trouble = trouble
+        self.tried: list[tuple[str, list[int]]] = []
 
+    def __call__(self, name: str, devices: Sequence[Gpu]) -> list[Trial]:
+        numbers = [gpu.number for gpu in devices]
+        self.tried.append((name, numbers))
+        return [Trial(trouble=self.trouble) if number == 2 else Trial(f"{name}/2.4.0") for number in numbers or [0]]
+
+
+def test_dali_is_tried_on_every_gpu_that_works_and_nobody_uses_else_on_the_cpu() -> None:
+    attempt = Tries("it hangs")
     assert doctor.dali(lambda: NO_DRIVER, lambda: [DALI], attempt).level == "ok"
-    told = doctor.dali(lambda: gpus(FREE, IN_USE), lambda: [DALI], attempt)
+    told = doctor.dali(lambda: gpus(FREE, IN_USE, LOST), lambda: [DALI], attempt)
     assert (told.level, told.found) == ("ok", "nvidia-dali-cuda130 2.4.0 works on GPU 0: dali-gpu/2.4.0")
-    third = Gpu(2, "NVIDIA Test", 80 * GIB, 79 * GIB)
-    told = doctor.dali(lambda: gpus(FREE, third), lambda: [DALI], attempt)
+    told = doctor.dali(lambda: gpus(FREE, THIRD), lambda: [DALI], attempt)
     assert (told.level, told.found) == ("warn", "nvidia-dali-cuda130 2.4.0 does not work on GPU 2: it hangs")
-    assert tried == [("dali-cpu", 0), ("dali-gpu", 0), ("dali-gpu", 0), ("dali-gpu", 2)]
+    assert "dmesg" in told.advice
+    assert attempt.tried == [("dali-cpu", []), ("dali-gpu", [0]), ("dali-gpu", [0, 2])]
 
 
-def test_locking_is_tried_and_says_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dali_that_does_not_work_on_the_cpu_is_a_warning_without_a_word_of_drivers() -> None:
+    told = doctor.dali(
+        lambda: NO_DRIVER, lambda: [DALI], lambda name, devices: [Trial(trouble="it cannot be imported")]
+    )
+    assert told.level == "warn" and told.found.endswith("does not work on the CPU: it cannot be imported")
+    assert "install headrace[dali] again" in told.advice and "dmesg" not in told.advice
+
+
+def test_without_a_gpu_memory_is_locked_by_the_kernel_and_the_limit_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_LOCKED", 1 << 12)
-    assert doctor.locking(lambda: 64 << 10) == Finding("ok", "memory can be locked; the limit is 64 KiB")
-    assert "any amount" in doctor.locking(lambda: resource.RLIM_INFINITY).found
+    for there in (NO_DRIVER, gpus(IN_USE)):
+        told = doctor.locking(lambda: 64 << 10, lambda there=there: there, raising(AssertionError()))
+        assert told == Finding("ok", "memory can be locked; the limit is 64 KiB")
+    assert "any amount" in doctor.locking(lambda: resource.RLIM_INFINITY, lambda: NO_DRIVER).found
     monkeypatch.setattr(doctor, "_lock", lambda nbytes: "Cannot allocate memory")
-    told = doctor.locking(lambda: 0, raising(AssertionError()))
+    told = doctor.locking(lambda: 0, lambda: NO_DRIVER)
     assert (
         told.level == "warn"
         and "(Cannot allocate memory); the limit is 0 KiB" in told.found
@@ -224,18 +250,15 @@ def test_locking_is_tried_and_says_the_limit(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_page_locking_is_tried_for_every_gpu_that_nobody_uses() -> None:
-    tried: list[tuple[str, int]] = []
-
-    def attempt(name: str, options: Options) -> Trial:
-        tried.append((name, options.device))
-        return Trial(trouble="operation not supported (801)" if options.device == 2 else "")
-
-    third = Gpu(2, "NVIDIA Test", 80 * GIB, 79 * GIB)
-    assert doctor.locking(lambda: GIB, lambda: gpus(FREE, IN_USE), attempt).level == "ok"
-    told = doctor.locking(lambda: GIB, lambda: gpus(FREE, third), attempt)
-    assert (told.level, told.found) == ("warn", "memory cannot be page-locked for GPU 2: operation not supported (801)")
-    assert tried == [("page-locking", 0), ("page-locking", 0), ("page-locking", 2)]
+def test_where_a_gpu_is_free_its_driver_locks_whatever_the_kernel_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_lock", raising(AssertionError()))
+    attempt = Tries("operation not supported (801)")
+    told = doctor.locking(lambda: 0, lambda: gpus(FREE, IN_USE), attempt)
+    assert told == Finding("ok", "memory can be page-locked for GPU 0")
+    told = doctor.locking(lambda: 0, lambda: gpus(FREE, THIRD), attempt)
+    assert told.level == "warn" and "slower" in told.advice
+    assert told.found == "memory cannot be page-locked for GPU 2: operation not supported (801)"
+    assert attempt.tried == [("page-locking", [0]), ("page-locking", [0, 2])]
 
 
 def test_locking_more_than_a_process_may_is_refused_by_the_kernel() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.pipeline import gpus
-from headrace.pipeline.gpus import Gpus, look
+from headrace.pipeline.gpus import Gpu, Gpus, ask, look
 
 GIB = 1 << 30
+POPEN = subprocess.Popen
 
 
 @dataclass
@@ -23,13 +27,14 @@ class Card:
     total: int = 80 * GIB
     used: int = 0
     pids: tuple[int, ...] = ()
+    lost: bool = False
 
 
 class Explain:
     restype: Any = None
 
     def __call__(self, code: int) -> bytes:
-        return {7: b"Insufficient Size", 9: b"Driver Not Loaded"}.get(code, b"Unknown Error")
+        return {3: b"Not Supported", 9: b"Driver Not Loaded", 15: b"GPU is lost"}.get(code, b"Unknown Error")
 
 
 @dataclass
@@ -62,6 +67,8 @@ class Nvml:
             case "nvmlDeviceGetCount_v2", (count,):
                 count._obj.value = len(self.cards)
             case "nvmlDeviceGetHandleByIndex_v2", (number, handle):
+                if self.cards[number.value].lost:
+                    return 15
                 handle._obj.value = number.value + 1
             case "nvmlDeviceGetHandleByUUID", (uuid, handle):
                 if uuid != b"MIG-1":
@@ -75,6 +82,8 @@ class Nvml:
                 card, at = self._card(handle), memory._obj
                 if at.version != ctypes.sizeof(at) | 2 << 24:
                     return 25
+                if card.total < 0:
+                    return 3
                 at.total, at.used, at.reserved = card.total, card.used, GIB
                 at.free = card.total - card.used - GIB
             case "nvmlDeviceGetComputeRunningProcesses_v3", (handle, count, running):
@@ -95,14 +104,44 @@ def all_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seen(nvml: Nvml) -> Gpus:
-    return look(lambda name: nvml)
+    return ask(lambda name: nvml)
 
 
-def test_a_machine_without_a_driver_has_no_gpus_and_says_why() -> None:
+@pytest.mark.parametrize("asks", [look, ask])
+def test_a_machine_without_a_driver_has_no_gpus_and_says_why(asks: Any) -> None:
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
-    assert look(missing) == Gpus(trouble="there is no NVIDIA driver: libnvidia-ml.so.1 cannot be loaded")
+    assert asks(missing) == Gpus(trouble="there is no NVIDIA driver: libnvidia-ml.so.1 cannot be loaded")
+
+
+def found(answer: str, monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """What is found where there is a driver, and this program asks it."""
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: POPEN([command[0], "-c", answer], **options))
+    return look(lambda name: None, timeout=0.5)
+
+
+def test_a_driver_is_asked_by_a_process_of_its_own_which_may_hang_or_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Gpus((Gpu(0, "NVIDIA Test", 2, 1, (7,), uuid="GPU-aaaa"),), "580.65.06", (13, 2))
+    assert found(f"print({msgspec.json.encode(there).decode()!r})", monkeypatch) == there
+    trouble = "the NVIDIA driver does not work: a process that asked it "
+    assert found("import time; time.sleep(60)", monkeypatch).trouble == f"{trouble}did not end within 0.5 seconds"
+    assert found("import os; os.kill(os.getpid(), 11)", monkeypatch).trouble.startswith(
+        f"{trouble}was killed by SIGSEGV"
+    )
+
+
+def test_that_process_says_what_it_has_found() -> None:
+    program = [sys.executable, "-P", "-m", "headrace.pipeline.gpus", str(os.getpid()), "30"]
+    done = subprocess.run(program, stdout=subprocess.PIPE, timeout=60, check=True)
+    assert msgspec.json.decode(done.stdout, type=Gpus) == ask()
+
+
+def test_a_gpu_that_fails_does_not_hide_the_others() -> None:
+    lost, deaf, fine = seen(Nvml([Card(lost=True), Card(total=-1), Card("NVIDIA Test 2")])).found
+    assert (lost.number, lost.name, lost.trouble) == (0, "unknown", "nvmlDeviceGetHandleByIndex_v2: GPU is lost (15)")
+    assert (deaf.name, deaf.trouble) == ("NVIDIA Test 1", "nvmlDeviceGetMemoryInfo_v2: Not Supported (3)")
+    assert (fine.number, fine.name, fine.trouble) == (2, "NVIDIA Test 2", "")
 
 
 def test_gpus_have_a_name_memory_and_those_who_compute_on_them() -> None:
@@ -111,6 +150,7 @@ def test_gpus_have_a_name_memory_and_those_who_compute_on_them() -> None:
     assert (there.driver, there.cuda, there.trouble) == ("580.65.06", (13, 2), "")
     first, second = there.found
     assert (first.number, first.name, first.total, first.free) == (0, "NVIDIA Test 1", 80 * GIB, 74 * GIB)
+    assert (first.uuid, second.uuid) == ("GPU-aaaa", "GPU-bbbb")
     assert first.users == (os.getpid(), 1 << 30)
     assert f"process {os.getpid()} (" in first.busy and first.busy.endswith(f"process {1 << 30}")
     assert (second.number, second.name, second.users, second.busy) == (1, "NVIDIA Test 2", (), "")
@@ -132,8 +172,9 @@ def test_a_process_learns_what_it_holds_itself() -> None:
         Nvml([]),
         Nvml([Card()], {"nvmlInit_v2": 9}),
         Nvml([Card()], {"nvmlDeviceGetComputeRunningProcesses_v3": 4}),
+        Nvml([Card(lost=True)]),
     ],
-    ids=["of another number", "no gpu", "no driver", "forbidden"],
+    ids=["of another number", "no gpu", "no driver", "forbidden", "lost"],
 )
 def test_where_nvml_does_not_tell_nothing_is_made_up(nvml: Nvml) -> None:
     assert gpus.OwnMemory(0, lambda name: nvml)() is None
@@ -152,8 +193,8 @@ def test_memory_that_no_visible_process_uses_is_somebodys() -> None:
         (Nvml(failing={"nvmlInit_v2": 9}), "the NVIDIA driver does not work: nvmlInit_v2: Driver Not Loaded (9)"),
         (Nvml([]), "NVIDIA driver 580.65.06: there is no GPU"),
         (
-            Nvml([Card()], missing=("nvmlDeviceGetMemoryInfo_v2",)),
-            "NVIDIA driver 580.65.06: it is too old, nvmlDeviceGetMemoryInfo_v2 is missing",
+            Nvml([Card()], missing=("nvmlDeviceGetCount_v2",)),
+            "NVIDIA driver 580.65.06: it is too old, nvmlDeviceGetCount_v2 is missing",
         ),
         (
             Nvml([Card()], failing={"nvmlSystemGetDriverVersion": 999}),
@@ -175,6 +216,11 @@ def test_a_driver_that_does_not_work_says_why(nvml: Nvml, trouble: str) -> None:
         ("GPU-bb", ["b"]),
         ("GPU-b", []),  # two of them
         ("0,7,1", ["a"]),  # as in CUDA, what is unknown ends the list
+        ("0,1,0,2", ["a", "b"]),  # and what comes again
+        ("1,GPU-bbbb", ["b"]),
+        ("1, -1, 0", ["b"]),
+        ("all", []),
+        ("NoDevFiles", []),
         ("MIG-1,MIG-2,0", ["a"]),
         ("", []),
         ("-1", []),
@@ -188,7 +234,7 @@ def test_only_what_cuda_would_see_is_counted_in_its_order(
     assert [gpu.name for gpu in there.found] == names
     assert [gpu.number for gpu in there.found] == list(range(len(names)))
     if not names:
-        assert there.trouble.endswith(f"there is no GPU that CUDA_VISIBLE_DEVICES={visible} lets be seen")
+        assert there.trouble.endswith(f'there is no GPU that CUDA_VISIBLE_DEVICES="{visible}" lets be seen')
 
 
 def test_cuda_is_told_to_count_as_nvml_does(monkeypatch: pytest.MonkeyPatch) -> None:

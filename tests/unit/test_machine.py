@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -32,20 +33,23 @@ class Here:
         self.gpus = NO_DRIVER
         self.dali = [CUDA13]
         self.troubles: dict[int, str] = {}
-        self.tried: list[tuple[str, Options]] = []
+        self.render_ids: dict[int, str] = {}
+        self.tried: list[tuple[str, list[int], float]] = []
         monkeypatch.setattr(gpus, "look", lambda: self.gpus)
         monkeypatch.setattr(machine, "dali", lambda: self.dali)
-        monkeypatch.setattr(trial, "Running", self._start)
-        monkeypatch.setattr(trial, "run", lambda name: self._start(name, Options()).result())
+        monkeypatch.setattr(trial, "run", self._run)
 
     def has(self, *found: Gpu, cuda: tuple[int, int] = (13, 0)) -> None:
         self.gpus = Gpus(found, "580.65.06", cuda)
 
-    def _start(self, name: str, options: Options) -> Any:
-        self.tried.append((name, options))
-        trouble = self.troubles.get(options.device, "")
-        done = Trial("" if trouble else f"{name}/2.4.0", trouble)
-        return type("Running", (), {"result": lambda self: done})()
+    def _run(self, name: str, devices: Sequence[Gpu] = (), *, hw_decoder_load: float = 0.0) -> list[Trial]:
+        numbers = [gpu.number for gpu in devices]
+        self.tried.append((name, numbers, hw_decoder_load))
+        return [self._trial(name, number) for number in numbers or [0]]
+
+    def _trial(self, name: str, number: int) -> Trial:
+        trouble = self.troubles.get(number, "")
+        return Trial("" if trouble else self.render_ids.get(number, f"{name}/2.4.0"), trouble)
 
 
 @pytest.fixture
@@ -70,7 +74,7 @@ def test_auto_is_every_gpu_that_works_and_that_nobody_uses(here: Here) -> None:
     here.has(FREE, IN_USE, CROWDED, FULL, Gpu(4, "NVIDIA Test", 80 * GIB, 79 * GIB))
     chosen = choose(Workers(hw_decoder_load=1))
     assert chosen == Choice("dali-gpu", (0, 4), chosen.why, "dali-gpu/2.4.0")
-    assert here.tried == [("dali-gpu", Options(device=device, hw_decoder_load=1)) for device in (0, 4)]
+    assert here.tried == [("dali-gpu", [0, 4], 1)]  # at once
     _, used, crowded, full = chosen.why
     assert used.startswith(f"GPU 1 (NVIDIA Test) is used by process {1 << 30}; to share it, name it in workers.devices")
     assert crowded.startswith("GPU 2 (NVIDIA Test) is used by somebody who cannot be seen")
@@ -110,6 +114,10 @@ def test_devices_of_a_machine_without_a_gpu_leave_auto_on_the_cpu(here: Here) ->
 
 def test_a_named_backend_that_cannot_run_says_why_and_what_to_do(here: Here) -> None:
     assert "dali-gpu cannot run here: there is no NVIDIA driver. `auto` takes" in refused(backend="dali-gpu")
+    here.dali = []
+    assert "no NVIDIA driver; NVIDIA DALI is not installed: pip install" in refused(backend="dali-gpu")
+    assert len(choose(Workers()).why) == 2
+    here.dali = [CUDA13]
     here.has(IN_USE)
     assert "is used by process" in refused(backend="dali-gpu")
     here.has(FREE)
@@ -118,6 +126,28 @@ def test_a_named_backend_that_cannot_run_says_why_and_what_to_do(here: Here) -> 
         assert f"{name} cannot run here: NVIDIA DALI is not installed: pip inst" in refused(backend=name)
     assert choose(Workers()).why[0].startswith("NVIDIA DALI is not installed")
     assert here.tried == []
+
+
+def test_two_packages_of_dali_run_nowhere(here: Here) -> None:
+    here.has(FREE)
+    here.dali = [CUDA13, Dali("nvidia-dali-cuda120", "2.4.0")]
+    for name in ("dali-gpu", "dali-cpu"):
+        assert "overwrite each other's files: pip uninstall nvidia-dali-cuda130 nv" in refused(backend=name)
+    assert choose(Workers()).backend == "pillow"
+    assert here.tried == []
+
+
+def test_a_gpu_of_which_the_driver_does_not_tell_is_left_out_even_if_it_is_named(here: Here) -> None:
+    here.has(FREE, Gpu(1, "unknown", 0, 0, trouble="GPU is lost (15)"))
+    assert choose(Workers()).devices == (0,)
+    assert choose(Workers()).why[1] == "GPU 1 (unknown): GPU is lost (15)"
+    assert "cannot run here: GPU 1 (unknown): GPU is lost (15)." in refused(backend="dali-gpu", devices=[1])
+
+
+def test_gpus_of_two_kinds_have_two_render_ids(here: Here) -> None:
+    here.has(FREE, Gpu(1, "NVIDIA Other", 80 * GIB, 79 * GIB), Gpu(2, "NVIDIA Test", 80 * GIB, 79 * GIB))
+    here.render_ids = {0: "dali-gpu/test", 1: "dali-gpu/other", 2: "dali-gpu/test"}
+    assert prove(Workers()).render_id == "dali-gpu/other + dali-gpu/test"
 
 
 def test_a_driver_that_is_too_old_for_the_installed_dali_is_told_which_to_install(here: Here) -> None:
@@ -145,7 +175,7 @@ def test_proof_has_the_render_id_of_what_was_tried(here: Here) -> None:
     assert prove(Workers(backend="dali-cpu")).render_id == "dali-cpu/2.4.0"
     here.has(FREE)
     assert prove(Workers()).render_id == "dali-gpu/2.4.0"
-    assert [name for name, _ in here.tried] == ["dali-cpu", "dali-gpu"]
+    assert [name for name, *_ in here.tried] == ["dali-cpu", "dali-gpu"]
 
 
 def test_what_does_not_work_when_it_is_tried_is_an_error(here: Here) -> None:

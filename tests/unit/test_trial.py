@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
 
 from headrace.pipeline.backend import BACKENDS, BackendFailed, Options, make
-from headrace.pipeline.trial import Running, Trial, lock, render, run
+from headrace.pipeline.gpus import Gpu
+from headrace.pipeline.trial import Trial, confused, lock, render, run
 
 HERE = Options()
 
@@ -66,7 +67,7 @@ def test_a_backend_that_cannot_be_made_or_refuses_a_good_picture_says_why(monkey
 
 
 def test_dali_on_the_cpu_is_tried_in_a_process_of_its_own() -> None:
-    done = run("dali-cpu")
+    (done,) = run("dali-cpu")
     assert done.trouble == "" and done.render_id.startswith("dali-cpu/")
 
 
@@ -102,6 +103,28 @@ def test_page_locking_without_a_driver_says_so() -> None:
     assert lock(0, missing).trouble.startswith("there is no NVIDIA driver: libcuda.so.1")
 
 
+class Numbered(Driver):
+    """One that has a GPU of this identity."""
+
+    def __init__(self, identity: UUID) -> None:
+        super().__init__()
+        self.identity = identity
+
+    def cuDeviceGetUuid_v2(self, octets: Any, device: Any) -> int:
+        octets.raw = self.identity.bytes
+        return 0
+
+
+def test_a_gpu_that_cuda_counts_otherwise_than_nvml_is_not_used() -> None:
+    here, other = UUID(int=7 << 96), UUID(int=8 << 96)
+    for prefix in ("GPU-", "MIG-"):
+        assert confused(0, f"{prefix}{here}", lambda name: Numbered(here)) == ""
+    said = confused(0, f"GPU-{other}", lambda name: Numbered(here))
+    assert f"CUDA counts as GPU 0 is another one, {here}, and not GPU-{other}" in said and "CUDA_VISIBLE" in said
+    assert confused(0, "", lambda name: Numbered(here)) == ""
+    assert confused(0, f"GPU-{here}", lambda name: Driver("cuInit")) == "CUDA: cuInit: unknown error (801)"
+
+
 @pytest.fixture
 def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Have the trial's process run some other program."""
@@ -110,46 +133,26 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         start = subprocess.Popen
 
         def other(command: list[str], **options: Any) -> Any:
-            return start([command[0], "-I", "-S", "-c", program], **options)
+            return start([command[0], "-I", "-S", "-c", program, *command[6:]], **options)
 
         monkeypatch.setattr(subprocess, "Popen", other)
 
     return runs
 
 
-@pytest.mark.parametrize(
-    ("program", "trouble"),
-    [
-        (
-            "import os; os.write(2, b'free(): invalid pointer\\n\\n'); os.kill(os.getpid(), 11)",
-            "a trial of it was killed by SIGSEGV; its last words: free(): invalid pointer",
-        ),
-        ("raise SystemExit(3)", "a trial of it ended with status 3; its last words: nothing"),
-        ("print('[INFO] noise')", "a trial of it ended with status 0; its last words: nothing"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGALRM)", "a trial of it did not end within 25 seconds"),
-    ],
-)
-def test_however_a_trial_ends_it_says_so(program: str, trouble: str, child: Callable[[str], None]) -> None:
-    child(program)
-    assert run("dali-gpu") == Trial(trouble=trouble)
+def test_a_trial_that_dies_says_so(child: Callable[[str], None]) -> None:
+    child("import os; os.write(2, b'free(): invalid pointer\\n\\n'); os.kill(os.getpid(), 11)")
+    assert run("dali-gpu") == [
+        Trial(trouble="a trial of it was killed by SIGSEGV; its last words: free(): invalid pointer")
+    ]
 
 
-def test_what_a_library_prints_before_the_answer_does_not_matter(child: Callable[[str], None]) -> None:
-    child("""print('[INFO] noise\\n{"render_id": "x/1", "trouble": ""}')""")
-    assert run("dali-gpu") == Trial("x/1")
-
-
-def test_a_trial_that_hangs_is_ended_by_whoever_waits(child: Callable[[str], None]) -> None:
-    child("import time; time.sleep(60)")
-    running = Running("dali-gpu", timeout=-4.9)  # which is five seconds less than the one who waits allows
-    assert running.result() == Trial(trouble="a trial of it did not end within -4.9 seconds")
-    assert running._process.returncode is not None
-
-
-def test_a_trial_that_hangs_ends_itself() -> None:
-    program = (
-        "import sys, time; from headrace.pipeline import trial; "
-        "trial.render = lambda *_: time.sleep(60); trial.main(sys.argv)"
+def test_every_gpu_has_a_trial_and_none_waits_for_another(child: Callable[[str], None]) -> None:
+    child(
+        "import sys, time; name, number, uuid, load = sys.argv[1:]; number == '0' and time.sleep(60); "
+        """print('{"render_id": "' + '/'.join(sys.argv[1:]) + '", "trouble": ""}')"""
     )
-    done = subprocess.run([sys.executable, "-c", program, "pillow", "0", "0", "0.5"], timeout=30, check=False)
-    assert done.returncode == -14
+    devices = [Gpu(number, "NVIDIA Test", 2, 1, uuid=f"GPU-{number}") for number in (0, 3)]
+    hung, fine = run("dali-gpu", devices, hw_decoder_load=0.5, timeout=0.5)
+    assert hung == Trial(trouble="a trial of it did not end within 0.5 seconds")
+    assert fine == Trial("dali-gpu/3/GPU-3/0.5")
