@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,27 @@ GREY = (0.299, 0.587, 0.114)
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class _Rows:
+    """Arrays with a row for each picture; what is no array is the same for all of them."""
+
+    def take(self, rows: NDArray[np.int64]) -> Self:
+        """Those of some rows, in that order."""
+        return replace(self, **{name: array[rows] for name, array in self._arrays().items()})
+
+    def followed_by(self, others: Sequence[Any]) -> Self:
+        """These, and then those of others that differ in their arrays only."""
+        several = [self, *others]
+        return replace(
+            self, **{name: np.concatenate([getattr(each, name) for each in several]) for name in self._arrays()}
+        )
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix(_Rows):
     """`clip(round(matrix @ rgb + offset + gain * mean))`, where `mean` is the mean grey of the picture as it comes in.
 
     Attributes:
@@ -36,12 +56,9 @@ class Matrix:
     gain: NDArray[np.float64]
     centred: bool
 
-    def take(self, rows: NDArray[np.int64]) -> Matrix:
-        return replace(self, matrix=self.matrix[rows], offset=self.offset[rows], gain=self.gain[rows])
-
 
 @dataclass(frozen=True, slots=True)
-class Solarize:
+class Solarize(_Rows):
     """`255 - x` where `x >= threshold`.
 
     Attributes:
@@ -50,12 +67,9 @@ class Solarize:
 
     threshold: NDArray[np.int64]
 
-    def take(self, rows: NDArray[np.int64]) -> Solarize:
-        return replace(self, threshold=self.threshold[rows])
-
 
 @dataclass(frozen=True, slots=True)
-class Posterize:
+class Posterize(_Rows):
     """`x & mask`.
 
     Attributes:
@@ -64,12 +78,9 @@ class Posterize:
 
     mask: NDArray[np.uint8]
 
-    def take(self, rows: NDArray[np.int64]) -> Posterize:
-        return replace(self, mask=self.mask[rows])
-
 
 @dataclass(frozen=True, slots=True)
-class Autocontrast:
+class Autocontrast(_Rows):
     """Each channel stretched from its `least` and `greatest` level to 0 and 255, `(x - least) * 255 // (greatest -
     least)`; one of a single level stays.
 
@@ -79,12 +90,9 @@ class Autocontrast:
 
     apply: NDArray[np.bool_]
 
-    def take(self, rows: NDArray[np.int64]) -> Autocontrast:
-        return replace(self, apply=self.apply[rows])
-
 
 @dataclass(frozen=True, slots=True)
-class Equalize:
+class Equalize(_Rows):
     """Each channel through the table that makes its histogram as flat as can be, as Pillow's `ImageOps.equalize`.
 
     Attributes:
@@ -93,12 +101,9 @@ class Equalize:
 
     apply: NDArray[np.bool_]
 
-    def take(self, rows: NDArray[np.int64]) -> Equalize:
-        return replace(self, apply=self.apply[rows])
-
 
 @dataclass(frozen=True, slots=True)
-class Blur:
+class Blur(_Rows):
     """A separable Gaussian of `size` taps, weights `exp(-k^2 / (2 sigma^2))` normed to 1, the border mirrored without
     repeating its last pixel.
 
@@ -110,12 +115,9 @@ class Blur:
     sigma: NDArray[np.float64]
     size: tuple[int, int]
 
-    def take(self, rows: NDArray[np.int64]) -> Blur:
-        return replace(self, sigma=self.sigma[rows])
-
 
 @dataclass(frozen=True, slots=True)
-class Erase:
+class Erase(_Rows):
     """A rectangle of one colour.
 
     Attributes:
@@ -133,17 +135,5 @@ class Erase:
         y0, y1 = np.where(flip_y, size[0] - y1, y0), np.where(flip_y, size[0] - y0, y1)
         return replace(self, box=np.stack([x0, y0, x1, y1], axis=1))
 
-    def take(self, rows: NDArray[np.int64]) -> Erase:
-        return replace(self, box=self.box[rows])
-
 
 Step = Matrix | Solarize | Posterize | Autocontrast | Equalize | Blur | Erase
-
-
-def joined(steps: Sequence[Step]) -> Step:
-    """The rows of some steps of one kind, one after another; what is no array is the same in all of them."""
-    values: dict[str, Any] = {}
-    for name in (f.name for f in fields(steps[0])):
-        columns = [getattr(step, name) for step in steps]
-        values[name] = np.concatenate(columns) if isinstance(columns[0], np.ndarray) else columns[0]
-    return type(steps[0])(**values)

@@ -29,7 +29,7 @@ from headrace.pipeline.arguments import (
     Shares,
     ShorterOrExact,
 )
-from headrace.pipeline.colour import Colour, Erase, Step, joined
+from headrace.pipeline.colour import Colour, Erase, Step
 from headrace.pipeline.geometry import BLACK, Axis, Floats, Geometry, Ints, Outline
 from headrace.pipeline.kinds import Geometric, Photometric, explained, pick, rectangle
 from headrace.pipeline.kinds import Transform as Transform
@@ -548,7 +548,7 @@ class Params:
             box=np.concatenate([params.box for params in several]),
             mirror_x=np.concatenate([params.mirror_x for params in several]),
             mirror_y=np.concatenate([params.mirror_y for params in several]),
-            colour=tuple(joined(steps) for steps in zip(*(params.colour for params in several), strict=True)),
+            colour=tuple(step.followed_by(more) for step, *more in zip(*(p.colour for p in several), strict=True)),
         )
 
 

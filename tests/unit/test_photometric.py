@@ -334,6 +334,8 @@ def pure(transform: Photometric) -> None:
         part = planned(transform, rows=count, seed=3, epoch=5, first=1000 + start)
         taken = whole.take(np.arange(start, start + count))
         assert equal(part.colour, taken.colour)
+    parts = [planned(transform, rows=n, seed=3, epoch=5, first=at) for at, n in ((1000, 10), (1010, 1), (1011, 53))]
+    assert equal(Params.joined(parts).colour, whole.colour)
     # Beside others of other kinds, which draw from tables of their own.
     beside = [each for each in EVERY if each.name != transform.name]
     among = planned(*beside[:3], transform, *beside[3:], rows=64, seed=3, epoch=5, first=1000).colour
