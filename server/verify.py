@@ -60,8 +60,9 @@ _CHUNK = 32
 _CHUNK_BYTES = 16 << 20
 #: Seconds between two looks at what only time brings.
 _TICK = 1.0
-#: Seconds that the first worker may take to start, or the next one when all have died.
-_START_TIMEOUT = 120.0
+#: Seconds that the first worker may take to start, or the next one when all have died: longer than the supervisor waits
+#: for one that hangs, before others take over.
+_START_TIMEOUT = 240.0
 _STAT_THREADS = 16
 
 

@@ -4,8 +4,8 @@ I/O.
 A dead worker tells little: it may have been killed by the machine (memory, an operator, a test) while it rendered a
 perfectly good picture. So the rows it had begun become *suspects*; the others are rendered first, then each suspect
 alone. One over which a worker died alone is rendered by the fallback next, where workers have one, since a picture may
-kill one library and be fine with another. Only a row that was being rendered alone when its worker died, twice, is
-*convicted*.
+kill one library and be fine with another; one that is known for that goes to the fallback at once. Only a row that
+was being rendered alone when its worker died, twice, is *convicted*.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Part:
     Attributes:
         rows: of the chunk.
         alone: it is a suspect: nothing else may be at the worker meanwhile.
-        fallback: a worker died of it alone: the fallback is to try.
+        fallback: a worker died of it alone, here or before: the fallback is to try.
     """
 
     rows: tuple[int, ...]
@@ -50,6 +50,7 @@ class Fill:
         self.rejects: list[RowReject] = []
         self._todo = set(rows)
         self._strikes: dict[int, int] = {}
+        self._for_fallback: set[int] = set()
         self._unexplained = 0
         self._render_ids: set[str] = set()
 
@@ -66,13 +67,18 @@ class Fill:
         """Of all who have rendered a part, in alphabetical order, with " + " between them."""
         return " + ".join(sorted(self._render_ids))
 
+    def leave_to_fallback(self, rows: Iterable[int]) -> None:
+        """Workers have died of these alone, and not under the fallback."""
+        self._for_fallback = self._todo & set(rows)
+        self._strikes |= dict.fromkeys(self._for_fallback, 0)
+
     def part(self) -> Part:
         """What the next worker is to render."""
         clear = self._todo - self._strikes.keys()
         if clear:
             return Part(tuple(sorted(clear)))
         row = min(self._todo)
-        return Part((row,), alone=True, fallback=self._strikes[row] > 0)
+        return Part((row,), alone=True, fallback=self._strikes[row] > 0 or row in self._for_fallback)
 
     def rendered(self, rows: Collection[int], rejects: list[RowReject], render_id: str) -> None:
         """A worker has answered for these rows."""

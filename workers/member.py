@@ -85,7 +85,7 @@ class Member:
 
     def takes(self, part: Part) -> bool:
         """Whether it can have the part now."""
-        if self.render_id is None or self.deaf is not None or self.leaving is not None:
+        if self.render_id is None or self.deaf is not None or self.leaving is not None or self.hung:
             return False
         if part.alone:
             return not self.given
@@ -98,8 +98,9 @@ class Member:
         return self._numbers
 
     def silent(self, now: float) -> float:
-        """Seconds without a sign of work: as a whole, or half of those of a part that others leave behind."""
-        if not self.given:
-            return 0.0
-        moves = [given.moved for given in self.given.values()]
-        return max(now - max(self.moved, *moves), (now - min(moves)) / 2)
+        """Seconds without a sign of work on anything it has."""
+        return now - max(self.moved, *(given.moved for given in self.given.values())) if self.given else 0.0
+
+    def behind(self, now: float) -> float:
+        """Seconds without a sign of work on the part that moved least: others may leave it behind, or it waits."""
+        return max((now - given.moved for given in self.given.values()), default=0.0)

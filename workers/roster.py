@@ -15,6 +15,8 @@ CPU_DELAYS = (0.2, 1.0, 5.0)
 KILLED_DELAY = 0.2
 #: Seconds before a device is tried again.
 DEVICE_DELAYS = (1.0, 5.0, 30.0, 60.0, 300.0, 900.0)
+#: Troubles of a backend that are said, until it works again. Their texts hold numbers, and may never be the same.
+_TROUBLES = 8
 #: Crashes of CPU workers in a row, with nothing rendered in between, that tell against their backend, and for how many
 #: seconds it is left alone then. A single picture costs two, and a chunk is given up after `fill.UNEXPLAINED`.
 CRASHES = 4
@@ -134,7 +136,7 @@ class Roster:
     def fell_back(self, trouble: str) -> str:
         """In a worker the fallback renders, because of this."""
         text = f"{self._crew.backend}: {trouble}; chunks are rendered by {self._crew.fallback} until it works again"
-        if text in self._failing:
+        if text in self._failing or len(self._failing) >= _TROUBLES:
             return ""
         self._failing.add(text)
         return f"{text}; it is tried again from time to time"

@@ -17,9 +17,9 @@ import logging
 import os
 import signal
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from headrace.channel import Closed
 from headrace.errors import ProtocolError
 from headrace.pipeline import wholes
 from headrace.pipeline.index import Index
+from headrace.pipeline.order import order
 from headrace.pipeline.spec import Stream
 from headrace.protocol import RowReject
 from headrace.slots import Ring, Status
@@ -45,12 +46,18 @@ log = logging.getLogger(__name__)
 #: Seconds without any progress after which a worker counts as hung. Progress is a row that was read or finished; the
 #: largest picture that the default limits let through takes minutes as JPEG 2000, on a machine that has other work.
 HANG_TIMEOUT = 300.0
+#: The same for the worker of a GPU, which takes seconds for anything but a giant that Pillow has to decode, and such a
+#: one goes to a CPU worker in the end. A `Loader` gives up after 60 s by default, and should not notice.
+DEVICE_HANG_TIMEOUT = 40.0
 #: The same for one that somebody has stopped: it is not working on anything.
 STOPPED_TIMEOUT = 20.0
 #: Seconds that a worker may take to be ready: importing a large library from a cold disk.
 _START_TIMEOUT = 120.0
 #: Signals by which a process ends itself.
 _OWN_SIGNALS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+#: Chunks in which a picture has killed the worker that had it alone, and not the fallback's, after which it goes to the
+#: fallback at once. Once may be the machine's fault.
+_FATAL = 2
 #: Seconds that CPU workers stay without work once a device renders again.
 _LINGER = 60.0
 #: Seconds that workers get to end by themselves when the daemon stops.
@@ -108,6 +115,7 @@ class _Stream:
     index: Index
     convicted: dict[int, str]
     wholes: int  # a descriptor
+    fatal: Counter[int] = field(default_factory=Counter)  # of samples that the fallback renders: chunks, as `_FATAL`
 
 
 class Supervisor:
@@ -116,7 +124,7 @@ class Supervisor:
         loop: calls back when a worker answers or ends.
         crew: who is to render.
         report: called with everything that happens.
-        hang_timeout: seconds.
+        hang_timeout: seconds; of a device's worker at most `DEVICE_HANG_TIMEOUT`.
     """
 
     def __init__(
@@ -181,6 +189,11 @@ class Supervisor:
 
     def submit(self, job: Job) -> None:
         """Render it; it comes back in a report."""
+        at = self._streams[job.stream]
+        if fatal := [index for index, chunks in at.fatal.items() if chunks >= _FATAL]:
+            first = job.chunk * at.spec.chunk
+            lines = order(at.spec.seed, job.epoch, len(at.index), first, job.rows, shuffle=at.spec.shuffle)
+            job.fill.leave_to_fallback(np.flatnonzero(np.isin(lines, fatal)).tolist())
         self._again.append(job)
         self._feed()
 
@@ -369,6 +382,9 @@ class Supervisor:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
         self.nbytes += message.nbytes
         job = given.job
+        if given.part.fallback and self.crew.fallback is not None:
+            at = self._streams[job.stream]
+            at.fatal.update(at.ring.views[job.slot].indices[list(given.part.rows)].tolist())
         job.fill.rendered(given.part.rows, message.rejects, message.render_id)
         if job.fill.done:
             rejects = sorted(job.fill.rejects, key=lambda reject: reject.row)
@@ -421,12 +437,17 @@ class Supervisor:
     # -- when they die --------------------------------------------------------------------------------------
 
     def _check_hung(self, worker: Member, now: float) -> None:
+        if worker.hung:
+            return  # it is killed, and ends when the system lets it
         silent = worker.silent(now)
+        limit = self._hang_timeout if worker.device is None else min(self._hang_timeout, DEVICE_HANG_TIMEOUT)
         if worker.render_id is None and now - worker.moved > _START_TIMEOUT:
             worker.hung = f"it was not ready after {_START_TIMEOUT:.0f} s"
-        elif silent > self._hang_timeout:
+        elif silent > limit:
             worker.hung = f"it hung for {silent:.0f} s"
-        elif silent > min(STOPPED_TIMEOUT, self._hang_timeout) and worker.child.stopped:
+        elif (behind := worker.behind(now)) > 2 * self._hang_timeout:
+            worker.hung = f"a chunk hung in it for {behind:.0f} s"
+        elif silent > min(STOPPED_TIMEOUT, limit) and worker.child.stopped:
             worker.hung = f"it was stopped for {silent:.0f} s"
         else:
             return

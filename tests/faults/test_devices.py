@@ -113,10 +113,12 @@ def test_a_device_worker_that_is_killed_with_four_chunks_in_flight_costs_none(
     ]
 
 
-def test_a_device_worker_that_hangs_is_killed_and_another_one_has_its_chunks(
-    plant: Callable[..., Plant], order: Order
+def test_a_device_worker_that_hangs_is_killed_sooner_than_others_and_another_one_has_its_chunks(
+    plant: Callable[..., Plant], order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at = plant(16, hang=1.0)
+    assert supervisor.DEVICE_HANG_TIMEOUT < 50 < supervisor.HANG_TIMEOUT  # a Loader waits for 60 s by default
+    monkeypatch.setattr(supervisor, "DEVICE_HANG_TIMEOUT", 1.0)
+    at = plant(16)
     at.ready(1)
     order("hold")
     submit(at, range(4))

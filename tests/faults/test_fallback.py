@@ -112,6 +112,15 @@ def test_a_picture_that_kills_one_backend_is_rendered_by_the_other_and_its_chunk
     done = run_epoch(at, 2)
     assert sorted(ids(done)) == [FIRST, f"{FIRST} + {FALLBACK}"]
     assert at.supervisor.deaths == 2 and not at.of(Convicted) and not any(report.rejects for report in done)
+    # Once may be chance. After the second chunk it is known, and nobody dies any more.
+    for epoch, deaths in ((1, 4), (2, 4), (3, 4)):
+        for slot, chunk in enumerate(range(2)):
+            at.supervisor.submit(at.job(chunk, slot, epoch))
+        at.until(lambda wanted=2 * (epoch + 1): len(at.of(Finished)) >= wanted)
+        more = [report for report in at.of(Finished)[2 * epoch :] if isinstance(report, Finished)]
+        for report in more:
+            at.check(report.job)
+        assert sorted(ids(more)) == [FIRST, f"{FIRST} + {FALLBACK}"] and at.supervisor.deaths == deaths
 
 
 def test_a_backend_that_kills_worker_after_worker_is_left_alone_for_a_while(

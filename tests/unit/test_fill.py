@@ -117,6 +117,18 @@ def test_a_row_that_kills_alone_is_rendered_by_the_fallback_before_it_is_convict
     assert fill.done and fill.render_id == "dali + pillow"
 
 
+def test_what_is_known_to_kill_goes_to_the_fallback_at_once_and_is_convicted_by_two_deaths_there() -> None:
+    fill = Fill(range(3))
+    fill.leave_to_fallback([1, 9])
+    assert fill.part() == Part((0, 2))
+    fill.rendered((0, 2), [], "dali")
+    assert fill.part() == Part((1,), alone=True, fallback=True)
+    assert fill.died((1,), [1]) is None and fill.died((1,), [1]) == 1
+    assert fill.part() == Part((1,))
+    fill.rendered((1,), [], "dali")
+    assert fill.done
+
+
 def test_a_death_beside_other_work_is_no_strike() -> None:
     fill = Fill(range(1))
     for _ in range(3):

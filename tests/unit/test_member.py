@@ -42,15 +42,16 @@ def test_one_that_is_not_ready_or_is_going_takes_nothing() -> None:
     assert not member(render_id=None).takes(ROWS)
     assert not member(deaf=1.0).takes(ROWS)
     assert not member(leaving=Leaving(text="no memory", failed=True)).takes(ROWS)
+    assert not member(hung="it hung for 9 s").takes(ROWS)
 
 
 def test_it_is_silent_when_nothing_of_all_it_has_moves() -> None:
     at = member()
-    assert at.silent(100.0) == 0.0  # it has nothing to say
+    assert at.silent(100.0) == at.behind(100.0) == 0.0  # it has nothing to say
     first = at.give(given(moved=100.0))
     at.give(given(moved=150.0))
-    assert at.silent(160.0) == 30.0  # half of those of the older one
+    assert at.silent(160.0) == 10.0 and at.behind(160.0) == 60.0
     at.given[first].moved = 155.0
-    assert at.silent(160.0) == 5.0
+    assert at.silent(160.0) == 5.0 and at.behind(160.0) == 10.0
     at.moved = 159.0  # it has answered for another one
-    assert at.silent(160.0) == 5.0
+    assert at.silent(160.0) == 1.0 and at.behind(160.0) == 10.0

@@ -100,6 +100,8 @@ def test_a_backend_that_fails_is_told_once_for_all_workers_until_it_works_in_all
     assert at.works(everywhere=False) == "" and len(at.notices) == 1
     assert at.works(everywhere=True) == "dali-cpu works again: chunks are rendered by it" and at.notices == []
     assert at.works(everywhere=True) == "" and at.fell_back("out of memory") != ""
+    said = [at.fell_back(f"{number} bytes are not to be had") for number in range(100)]
+    assert len([text for text in said if text]) < 10 and len(at.notices) < 10
 
 
 @given(st.lists(st.tuples(st.sampled_from([0, 2]), st.booleans(), st.floats(0, 30)), max_size=80))
