@@ -2,7 +2,8 @@
 
 Reader threads read and plan the next chunks; two lanes, each a thread with a backend of its own, render what is ready.
 While one lane waits for its pixels to arrive in the slots, the device works for the other. The main thread talks to the
-daemon and alone decides; the others bring it events. Slots are page-locked, so that pixels come straight into them.
+daemon and alone decides; the others bring it events. Slots are page-locked, so that pixels come straight into them:
+each as it is first used, because all of a large ring takes so long that the worker would count as hung.
 
 It ends as a CPU worker does, with its daemon. It ends by itself, after a last word (`Leaving`), with exit status 1 when
 the device does not work, and with 0 when it holds more memory than it may and has finished what it had: another one
@@ -106,6 +107,7 @@ class _Stream:
     reader: ChunkReader
     ring: Ring
     convicted: dict[int, str]
+    locked: set[int] = field(default_factory=set)  # slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,15 +260,22 @@ class DeviceWorker:
             case Convict(stream=stream, index=index, reason=reason):
                 self._streams[stream].convicted[index] = reason
             case Render():
+                self._lock_slot(message)
                 self._tasks.put(self._iterations.begin(message))
 
     def _open(self, task: Open, ring_fd: int, index_fd: int, wholes_fd: int) -> None:
         stream = Stream.model_validate(json.loads(task.spec))
         index = Index.map(index_fd)
         ring = Ring.attach(ring_fd, task.layout, task.slots, writable=True)
-        self._lock(ring.generation.ctypes.data, ring.nbytes)
         reader = ChunkReader(stream, index, wholes=wholes.attach(wholes_fd, len(index)))
         self._streams[task.stream] = _Stream(reader, ring, dict(task.convicted))
+
+    def _lock_slot(self, task: Render) -> None:
+        at = self._streams[task.stream]
+        if task.slot not in at.locked:
+            at.locked.add(task.slot)
+            stride = at.ring.layout.stride
+            self._lock(at.ring.generation.ctypes.data + task.slot * stride, stride)
 
     def _answer(self, message: Ready | Rendered | RenderFailed) -> None:
         self._channel.send(messages.encode(message), timeout=_ANSWER_TIMEOUT)
@@ -381,6 +390,7 @@ class _Gpu:
                 f"workers.gpu_memory is {told.gpu_memory >> 20} MiB, and {told.threads} threads take {least >> 20} MiB "
                 "before the first picture: allow more, or fewer workers.threads"
             )
+        self._refused = False
         count_by_bus()
         try:
             self._device = Device(told.device)
@@ -402,10 +412,13 @@ class _Gpu:
             raise BackendFailed(str(error)) from error
 
     def lock(self, address: int, nbytes: int) -> None:
+        if self._refused:
+            return
         try:
             self._device.lock(address, nbytes)
         except CudaError as error:
-            log.warning("%d MiB of slots cannot be page-locked, so pixels come slower: %s", nbytes >> 20, error)
+            self._refused = True
+            log.warning("slots cannot be page-locked any more, so pixels come slower: %s", error)
 
 
 class _Cpu:

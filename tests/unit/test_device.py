@@ -68,7 +68,7 @@ class Desk:
         self.spec = Config.load({"streams": {"s": plain}}).streams["s"]
         self.index = open_index(self.spec.dataset, cache)
         self.ring = Ring.create(self.spec.layout(self.index), SLOTS)
-        self.locked: list[int] = []
+        self.locked: list[tuple[int, int]] = []
         self.memory = 0
         self.outcome: Leaving | Exception | None = None
         ours, theirs = socket.socketpair()
@@ -77,7 +77,7 @@ class Desk:
     def start(self, backends: Sequence[Backend], told: Told = TOLD) -> None:
         self._before = {*threading.enumerate()}
         worker = self._worker = DeviceWorker(
-            self._theirs, [*backends], told, lambda: self.memory, lambda _, nbytes: self.locked.append(nbytes)
+            self._theirs, [*backends], told, lambda: self.memory, lambda *range_: self.locked.append(range_)
         )
 
         def run() -> None:
@@ -182,7 +182,10 @@ def test_chunks_are_answered_by_number_and_lie_in_their_slots(
     assert all(isinstance(one, Rendered) and one.render_id == "fake/1" and not one.rejects for one in answers.values())
     assert sum(one.nbytes for one in answers.values()) == sum(at.index.sizes)
     assert {"plan", "read", "probe", "render"} <= answers[100].seconds.keys()
-    assert at.locked == [at.ring.nbytes]
+    at.ask(3, job=3)
+    at.answers(1)
+    first, stride = at.locked[0][0], at.ring.layout.stride
+    assert at.locked == [(first + slot * stride, stride) for slot in range(8)]  # each slot once
 
 
 def test_two_lanes_render_at_once_and_an_iteration_takes_all_that_is_ready(
@@ -406,8 +409,11 @@ def test_slots_that_cannot_be_page_locked_are_used_nevertheless_and_the_log_says
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
     monkeypatch.setattr(device, "Device", Card)
     monkeypatch.setattr(Card, "refused", "cuMemHostRegister_v2: operation not permitted (800)")
-    device._Gpu(TOLD).lock(4096, 64 << 20)
-    assert caplog.messages[-1].startswith("64 MiB of slots cannot be page-locked, so pixels come slower: cuMem")
+    gpu, before = device._Gpu(TOLD), len(caplog.messages)
+    for slot in range(3):
+        gpu.lock(4096 * slot, 4096)
+    [said] = caplog.messages[before:]
+    assert said.startswith("slots cannot be page-locked any more, so pixels come slower: cuMemHostRegister")
 
 
 def test_a_backend_of_its_own_for_each_lane_has_one_render_id() -> None:
