@@ -104,6 +104,8 @@ class DaliBackend:
                 raise BackendFailed(f"CUDA: {error}") from error
             if 0 < options.hw_decoder_load < 1:
                 yield f"{IMPURE}{options.hw_decoder_load}"
+            elif options.hw_decoder_load:
+                yield "jpeg-engine"  # which rounds otherwise than the decoder on the cores
         yield self._pillow.render_id
 
     def render(
@@ -221,7 +223,7 @@ class DaliBackend:
                 task.out[i][...] = 0
                 task.verdicts[i] = bad.with_traceback(None)
                 return
-        picture.whole = True
+        picture.good = picture.whole = True
 
     def _outputs(
         self, form: Form, fed: dict[str, Any], into: Sequence[NDArray[np.uint8]] = ()

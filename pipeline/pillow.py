@@ -113,16 +113,16 @@ def decode(picture: Picture, reduction: int = 1) -> Image.Image:
 
 
 def _decode(picture: Picture, reduction: int) -> Image.Image:
-    image = picture.take()
-    size = image.size
-    if reduction > 1:
-        # Pillow takes the largest reduction that leaves as many pixels as are asked for.
-        image.draft(None, (size[0] // reduction, size[1] // reduction))
-        size = -(-size[0] // reduction), -(-size[1] // reduction)
-    if isinstance(image, JpegImageFile):
-        _feed_at_once(image, picture.data)
-    tiles = [*image.tile]  # loading forgets them
-    with pillow_quiet(size[0] * size[1]):
+    with pillow_quiet(picture.height * picture.width):
+        image = picture.take()
+        size = image.size
+        if reduction > 1:
+            # Pillow takes the largest reduction that leaves as many pixels as are asked for.
+            image.draft(None, (size[0] // reduction, size[1] // reduction))
+            size = -(-size[0] // reduction), -(-size[1] // reduction)
+        if isinstance(image, JpegImageFile):
+            _feed_at_once(image, picture.data)
+        tiles = [*image.tile]  # loading forgets them
         image.load()
         if image.size != size:
             raise ValueError(f"the pixels are {image.size[0]}x{image.size[1]}, the header said {size[0]}x{size[1]}")
@@ -149,7 +149,13 @@ def _reason(picture: Picture, error: Exception) -> str:
 def _missing(image: Image.Image, picture: Picture, tiles: Sequence[Any], reduction: int) -> str | None:
     """What is missing of a picture that Pillow took for whole. Each check begins with a sign that costs nothing."""
     if isinstance(image, JpegImageFile):
-        return _missing_of_jpeg(image, picture, reduction)
+        if picture.good:
+            return None
+        missing = _missing_of_jpeg(image, picture, reduction)
+        frame = jpeg.header(picture.data).frame
+        # What is good is not opened again, so both must have found the same header.
+        picture.good = missing is None and frame is not None and (frame.width, frame.height) == picture.stored
+        return missing
     if isinstance(image, TiffImageFile):
         return _missing_of_tiff(image, picture, tiles)
     if isinstance(image, PngImageFile):

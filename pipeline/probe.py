@@ -73,10 +73,10 @@ class Picture:
         height: in pixels, after the orientation.
         width: likewise.
         orientation: EXIF's 1 to 8, what is still to be done to the image once it is loaded.
-        image: opened, not loaded; None once it was taken.
+        image: opened, not loaded; None once it was taken, and of a picture that is `good` until then.
         reducible: whether it is a JPEG that may be decoded at a half, a quarter or an eighth of its size.
-        whole: whether a backend has decoded all of it and found it good, so that it may decode a part alone. Set by
-            such a backend.
+        good: whether it is a JPEG that was decoded as a whole and found good, now or before.
+        whole: whether DALI was it who decoded it then, so that DALI may decode a part of it alone.
     """
 
     data: bytes
@@ -86,16 +86,23 @@ class Picture:
     orientation: int
     image: ImageFile.ImageFile | None
     reducible: bool = False
+    good: bool = False
     whole: bool = False
+    taken: bool = False
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """(width, height) before the orientation is applied."""
+        return (self.width, self.height) if self.orientation < 5 else (self.height, self.width)
 
     def take(self) -> ImageFile.ImageFile:
         """The opened image, once. Decoding fills it, and the pixels of a whole chunk at full size are too many to keep:
         with whoever took it goes the memory.
         """
-        image, self.image = self.image, None
-        if image is None:
+        if self.taken:
             raise ValueError("the picture was taken already: probe its bytes again")
-        return image
+        image, self.image, self.taken = self.image, None, True
+        return _opened("JPEG", self.data) if image is None else image
 
 
 def probe(data: bytes, decode: Decode) -> Picture:
@@ -127,6 +134,20 @@ def probe(data: bytes, decode: Decode) -> Picture:
         width, height = height, width
     reducible = decode.dct_scaling and kind == "JPEG" and jpeg.reducible(data)
     return Picture(data, name, height, width, orientation, image, reducible)
+
+
+def recall(data: bytes, orientation: int, decode: Decode) -> Picture:
+    """A JPEG that `probe` has looked at before, and of which a backend has then set `good`.
+
+    Args:
+        orientation: of the picture that `probe` gave.
+    """
+    frame = jpeg.header(data).frame
+    if frame is None:
+        raise ValueError("this is no JPEG, let alone one that was found good")
+    height, width = (frame.height, frame.width) if orientation < 5 else (frame.width, frame.height)
+    reducible = decode.dct_scaling and jpeg.reducible(data)
+    return Picture(data, "JPEG", height, width, orientation, None, reducible, good=True)
 
 
 def _opened(kind: str, data: bytes) -> ImageFile.ImageFile:

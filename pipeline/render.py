@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import DatasetError
+from headrace.pipeline import wholes as flags
 from headrace.pipeline.backend import Backend
 from headrace.pipeline.dataset import open_source
 from headrace.pipeline.index import Index
 from headrace.pipeline.order import order
-from headrace.pipeline.probe import BadPicture, Picture, probe
+from headrace.pipeline.probe import BadPicture, Picture, probe, recall
 from headrace.pipeline.reading import Source
 from headrace.pipeline.spec import Stream
 from headrace.pipeline.transforms import Params, plan, unfit
@@ -157,10 +158,14 @@ class ChunkReader:
             part.result.nbytes += len(data)
             clock.lap("read")
             view.status[row] = Status.RENDERING
-            picture = probe(data, self.stream.decode)
+            known = int(self._wholes[index])
+            if known:
+                picture = recall(data, known & flags.ORIENTATION, self.stream.decode)
+                picture.whole = bool(known & flags.PARTS)
+            else:
+                picture = probe(data, self.stream.decode)
             if why := unfit(self.stream.transforms, picture.height, picture.width):
                 raise BadPicture("probe", why)
-            picture.whole = bool(self._wholes[index])
             view.status[row] = Status.READ
         except BadPicture as bad:
             self._reject(part, row, bad)
@@ -188,8 +193,9 @@ class ChunkReader:
             self._reject(part, row, verdict)
             return
         part.view.status[row] = Status.OK
-        if part.pictures[i].whole:
-            self._wholes[part.view.indices[row]] = 1
+        picture = part.pictures[i]
+        if picture.good:
+            self._wholes[part.view.indices[row]] |= picture.orientation | flags.PARTS * picture.whole
 
     def _write_texts(self, indices: NDArray[np.int64], view: SlotView) -> None:
         if not view.text.size:

@@ -1,7 +1,9 @@
-"""Which samples were decoded as a whole and found good, so that a part of them may be decoded alone.
+"""What the workers of a stream have found out about its samples, so that none has to do so again.
 
-A byte per sample of a stream, in anonymous memory that all its workers share. A byte only ever goes from 0 to 1, and
-each worker that has seen the proof writes the same, so no lock is needed.
+A byte per sample, in anonymous memory that all workers share; 0 as long as nothing is known. Any other says that the
+sample is a JPEG which was decoded as a whole and found good, with its orientation in the low bits and maybe `PARTS`.
+Bits are only ever set, each worker that has seen the proof sets the same, and one that is lost is found out again: no
+lock is needed. Whoever reads a sample makes sure that it is still the one that was listed.
 """
 
 from __future__ import annotations
@@ -11,6 +13,11 @@ import os
 
 import numpy as np
 from numpy.typing import NDArray
+
+#: The bits of the EXIF orientation, 1 to 8.
+ORIENTATION = 0x0F
+#: DALI has decoded all of it, and may decode a part of it alone.
+PARTS = 0x10
 
 
 def create(samples: int) -> int:
