@@ -42,7 +42,10 @@ class Device:
         try:
             self._driver = load(_LIBRARY)
         except OSError as error:
-            raise CudaError(f"there is no NVIDIA driver: {error}") from error
+            raise CudaError(
+                f"the NVIDIA driver's {_LIBRARY} cannot be loaded, which containers get by "
+                f"NVIDIA_DRIVER_CAPABILITIES=compute,utility: {error}"
+            ) from error
         self._context = ctypes.c_void_p()
         self._device = ctypes.c_int()
         self._call("cuInit", 0)

@@ -387,7 +387,10 @@ def cache_home() -> Path:
     """Where indexes are kept unless a configuration says otherwise."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification: a relative path there is invalid and to be ignored.
-    base = Path(home) if os.path.isabs(home) else Path(os.path.expanduser("~")) / ".cache"
+    user = os.path.expanduser(
+        "~"
+    )  # for somebody without a home it stays "~", which is no folder of the working directory
+    base = Path(home) if os.path.isabs(home) else Path(user if os.path.isabs(user) else "/") / ".cache"
     return base / "headrace"
 
 

@@ -48,6 +48,8 @@ StreamName = Annotated[str, typer.Argument(metavar="STREAM", help="a stream of t
 
 def main() -> NoReturn:
     """The console script: every error that we raise on purpose is one message and an exit status."""
+    if sys.stdout is None:  # closed by who has started us
+        sys.stdout = open(os.devnull, "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # a listing is the same in every locale
     try:

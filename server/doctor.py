@@ -46,8 +46,9 @@ _CACHE = _GIB
 _SOCKETS = _MIB
 #: Characters of a private daemon's socket behind its folder, with ZeroMQ's beside it.
 _SOCKET_NAME = len("/01234567890123456789-99.sock.zmq")
-#: Descriptors: what a daemon keeps and a few clients take; and enough for some hundred of them.
-_FEW_FILES, _MANY_FILES = 256, 1024
+#: Descriptors: what a daemon with a few workers and clients takes, each of them two or three beside twenty of its own;
+#: and enough for some hundreds of them.
+_FEW_FILES, _MANY_FILES = 64, 1024
 _NO_GPU = (
     "CPU workers render without one; for a GPU install its driver, and let a container see it, docker run --gpus all"
 )

@@ -144,7 +144,7 @@ def test_without_a_driver_the_missing_library_is_named() -> None:
     def load(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
-    with pytest.raises(CudaError, match=r"there is no NVIDIA driver: libcuda\.so\.1"):
+    with pytest.raises(CudaError, match=r"the NVIDIA driver's libcuda\.so\.1 cannot be loaded"):
         Device(0, load)
 
 

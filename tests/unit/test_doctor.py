@@ -112,7 +112,7 @@ def test_memory_says_whose_limit_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hard", "level"), [(resource.RLIM_INFINITY, "ok"), (1 << 20, "ok"), (1023, "warn"), (255, "bad")]
+    ("hard", "level"), [(resource.RLIM_INFINITY, "ok"), (1 << 20, "ok"), (1023, "warn"), (63, "bad")]
 )
 def test_descriptors_are_counted_by_the_limit_that_a_daemon_raises_itself_to(hard: int, level: str) -> None:
     told = doctor.files(lambda: (64, hard))
