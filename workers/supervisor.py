@@ -539,8 +539,10 @@ class Supervisor:
         self._again.appendleft(job)
 
     def _give_up(self, text: str) -> None:
-        """No CPU worker starts: what only they can do fails. It goes on being tried."""
+        """No CPU worker starts: what only they can do fails, if none is there. It goes on being tried."""
         log.error("%s", text)
+        if any(self._on_cpu(one) and one.render_id is not None and not one.retired for one in self._workers):
+            return
         for job in list(self._again):
             if self._roster.on_cpu or job.fill.part().fallback:
                 self._again.remove(job)

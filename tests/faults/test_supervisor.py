@@ -171,6 +171,19 @@ def test_workers_that_cannot_start_are_given_up_with_a_reason(
     assert "before they are ready" in at.of(Failed)[0].text  # type: ignore[union-attr]
 
 
+def test_while_one_worker_works_no_request_fails_because_another_cannot_start(
+    plant: Callable[..., Plant], many: Callable[[int], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    at = plant(many(4))
+    at.ready(2)
+    at.supervisor.crew = replace(at.supervisor.crew, cpu_module="headrace.nosuch")
+    os.kill(at.supervisor.pids[0], signal.SIGKILL)
+    at.until(lambda: any("before they are ready" in message for message in caplog.messages))
+    assert not at.of(Broken)
+    at.supervisor.submit(at.job(0, 0))
+    at.until(lambda: at.of(Finished))
+
+
 def test_a_job_may_want_single_rows_of_a_chunk(plant: Callable[..., Plant], many: Callable[[int], Path]) -> None:
     at = plant(many(8))
     at.ready(1)
