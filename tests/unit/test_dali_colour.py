@@ -98,6 +98,12 @@ def test_halves_are_rounded_up_as_on_the_cpu(images: Pixels) -> None:
     assert np.array_equal(by_operators(images, [negative]), painted(images, [negative]))
 
 
+def test_no_half_is_left_to_a_gpu_which_would_round_it_to_even() -> None:
+    fed, levels = dali_colour.inputs([alike(0.5 * np.eye(3))]), np.arange(256, dtype=np.float32)
+    shown = np.rint(levels[:, None] * np.diagonal(fed["matrix_0"][0]) + fed["offset_0"][0])
+    assert np.array_equal(shown, np.tile((levels[:, None] + 1) // 2, 3))
+
+
 def test_a_sigma_that_squares_to_nothing_blurs_nothing(images: Pixels) -> None:
     sigmas = Blur(np.array([0.0, 5e-324, 1e-200, 1e-40, 1e-30, 1e-9, 1e-4, 0.05]), (5, 5))
     assert np.array_equal(by_operators(images, [sigmas]), images)
