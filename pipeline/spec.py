@@ -386,10 +386,8 @@ class Config(_Model):
 def cache_home() -> Path:
     """Where indexes are kept unless a configuration says otherwise."""
     home = os.environ.get("XDG_CACHE_HOME", "")
+    user = os.path.expanduser("~")  # which stays as it is for somebody without a home, and is no folder here
     # The XDG specification: a relative path there is invalid and to be ignored.
-    user = os.path.expanduser(
-        "~"
-    )  # for somebody without a home it stays "~", which is no folder of the working directory
     base = Path(home) if os.path.isabs(home) else Path(user if os.path.isabs(user) else "/") / ".cache"
     return base / "headrace"
 

@@ -411,9 +411,9 @@ def test_a_device_that_does_not_give_its_pixels_has_failed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "part"), [(0.0, ""), (1.0, ""), (0.25, "hw_decoder_load-0.25/")], ids=["none", "all", "some"]
+    ("share", "part"), [(0.0, ""), (1.0, "jpeg-engine/"), (0.25, "hw_decoder_load-0.25/")], ids=["none", "all", "some"]
 )
-def test_the_render_id_of_a_gpu_says_which_kind_and_whether_pictures_depend_on_each_other(
+def test_the_render_id_of_a_gpu_says_which_kind_who_decodes_and_whether_pictures_depend_on_each_other(
     pillow: Backend, monkeypatch: pytest.MonkeyPatch, share: float, part: str
 ) -> None:
     class Device:

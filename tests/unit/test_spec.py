@@ -210,6 +210,8 @@ def test_the_cache_folder_follows_the_key_then_xdg_then_home(monkeypatch: pytest
         monkeypatch.setenv("XDG_CACHE_HOME", useless)
         monkeypatch.setenv("HOME", "/home/me")
         assert config().cache_folder == Path("/home/me/.cache/headrace")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user whom the machine does not know
+    assert config().cache_folder == Path("/.cache/headrace")
 
 
 @pytest.mark.parametrize(
