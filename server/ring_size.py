@@ -58,7 +58,8 @@ def slots(name: str, memory: Memory | None, need: Need, left: int, available: in
         raise ConfigError(
             f"memory: stream {name!r} gets {count} slots of {_size(stride)} (a chunk of {need.layout.chunk} pictures), "
             f"and needs at least {need.fewest}, one more than the {need.in_flight} chunks that can be in flight: "
-            f"set memory to {_size(need.fewest * stride * need.streams)} or more, or `chunk` or `processes` to less"
+            f"set memory to {_size(need.fewest * stride * need.streams)} or more, or `chunk`, "
+            "`workers.processes` or `workers.in_flight` to less"
         )
     if count * stride > available:
         raise ConfigError(

@@ -405,7 +405,8 @@ def _ring(at: _Subject, count: int) -> Ring:
     except OSError as error:
         reason = error.strerror or str(error)
     raise ConfigError(
-        f"stream {at.name}: {count} chunks in flight need {need} bytes, but {reason}: set `processes` to less"
+        f"stream {at.name}: {count} chunks in flight need {need} bytes, but {reason}: set `workers.processes` "
+        "or `workers.in_flight` to less"
     )
 
 
