@@ -253,7 +253,7 @@ class DaliBackend:
         if self._gpu is not None:
             gc.collect()  # it refers to itself, and how much of a GPU's memory it keeps, Python does not see
         if _OUT_OF_MEMORY.search(text):
-            raise BackendFailed(f"DALI: {text}")
+            raise BackendFailed(f"DALI: {_point(text)}")
         raise _Refused(text)
 
     def _pipeline(self, form: Form) -> Any:
@@ -275,7 +275,7 @@ class DaliBackend:
         try:
             images, _ = self._outputs(form, graph.inputs(form, self._executor, [view], [_known()]))
         except _Refused as refused:
-            raise BackendFailed(f"DALI refuses a picture that is known to be good: {refused}") from None
+            raise BackendFailed(f"DALI refuses a picture that is known to be good: {_point(str(refused))}") from None
         finally:
             self._pipelines.pop(form, None)
         if not 60 < images.mean() < 90:
@@ -325,6 +325,11 @@ def _culprit(rows: Rows, text: str) -> int | None:
         return rows[0]
     named = _NAMED.search(text)
     return rows[int(named[1])] if named is not None and int(named[1]) < len(rows) else None
+
+
+def _point(text: str) -> str:
+    """Of what DALI says: behind it come a stack trace, or paths, and what has become of the pipeline."""
+    return text.partition("\n")[0].rstrip(". ")
 
 
 def _cut(rows: Rows, pixels: Sequence[int], most: int, most_pixels: int) -> Iterator[Rows]:

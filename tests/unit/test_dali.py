@@ -361,6 +361,14 @@ def test_no_memory_is_no_verdict_on_a_picture(backend: Backend, monkeypatch: pyt
         render(backend, [JPEGS["4:2:0"]], given)
 
 
+def test_why_dali_fails_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("libcudart.so is missing. Install it.\nStacktrace (9):\n[frame 0]\n", "an operator is missing\nat 7"):
+        monkeypatch.setattr(graph, "build", failing(f"{text}\nCurrent pipeline object is no longer valid."))
+        with pytest.raises(BackendFailed, match="missing") as failed:
+            make("dali-cpu")
+        assert "\n" not in str(failed.value) and "pipeline object" not in str(failed.value)
+
+
 def test_after_dali_failed_the_same_backend_renders_again(backend: Backend) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph, "build", failing("gone"))
