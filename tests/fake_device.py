@@ -21,6 +21,7 @@ from headrace.pipeline.render import ChunkRenderer
 from headrace.pipeline.spec import Stream
 from headrace.slots import Ring, Status
 from headrace.workers import messages
+from headrace.workers.crew import IN_FLIGHT
 from headrace.workers.messages import Convict, Leaving, Open, Ready, Render, Rendered
 from headrace.workers.process import attach_to_parent
 
@@ -41,9 +42,8 @@ def order() -> str:
 
 
 class Device:
-    def __init__(self, channel: Channel, in_flight: int) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._in_flight = in_flight
         self._streams: dict[int, tuple[ChunkRenderer, Ring, dict[int, str]]] = {}
         self._tasks: list[Render] = []
         self._random = random.Random(3)
@@ -69,7 +69,7 @@ class Device:
                 case Render() as task:
                     assert not task.fallback
                     self._tasks.append(task)
-                    assert len(self._tasks) <= self._in_flight
+                    assert len(self._tasks) <= IN_FLIGHT
 
     def _work(self) -> bool:
         """Something of what is to be done; whether to go on."""
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
     if order() == "crash at start":
         os.kill(os.getpid(), signal.SIGSEGV)
     try:
-        Device(channel, told["in_flight"]).run()
+        Device(channel).run()
     except Closed:
         return 0
     return 1

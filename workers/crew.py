@@ -66,7 +66,6 @@ class Crew:
             "backend": self.backend,
             "device": device,
             "threads": self.threads,
-            "in_flight": self.in_flight,
             "gpu_memory": self.gpu_memory,
             "hw_decoder_load": self.hw_decoder_load,
         }

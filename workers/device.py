@@ -9,7 +9,7 @@ It ends as a CPU worker does, with its daemon. It ends by itself, after a last w
 the device does not work, and with 0 when it holds more memory than it may and has finished what it had: another one
 takes its place.
 
-JSON: `backend`, `device`, `threads`, `in_flight`, `gpu_memory` and `hw_decoder_load`, as in `headrace.workers.crew`.
+JSON: `backend`, `device`, `threads`, `gpu_memory` and `hw_decoder_load`, as in `headrace.workers.crew`.
 Any backend will do, and tests run those that need no GPU. With "dali-gpu" it has never run.
 """
 
@@ -74,7 +74,6 @@ class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backend: str
     device: int
     threads: int
-    in_flight: int
     gpu_memory: int
     hw_decoder_load: float
 

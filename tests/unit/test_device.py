@@ -33,7 +33,7 @@ from headrace.workers.messages import Convict, Leaving, Open, Ready, Render, Ren
 
 CHUNK = 4
 SLOTS = 8
-TOLD = Told(backend="fake", device=0, threads=2, in_flight=4, gpu_memory=4 << 30, hw_decoder_load=0.0)
+TOLD = Told(backend="fake", device=0, threads=2, gpu_memory=4 << 30, hw_decoder_load=0.0)
 
 
 class Gated(FakeBackend):
