@@ -30,10 +30,9 @@ def between(low: float, high: float, u: Floats) -> Floats:
     return low + (high - low) * u
 
 
-def pick(u: Floats, choices: Ints) -> Ints:
-    """One of `0 .. choices - 1`."""
-    # The product may round up to `choices` itself.
-    return np.minimum((u * choices).astype(np.int64), choices - 1)
+def pick(u: Floats, choices: Ints | int) -> Ints:
+    """One of `0 .. choices - 1`. Of a float below 1 no product rounds up to `choices`, which is at most 2**53."""
+    return (u * choices).astype(np.int64)
 
 
 def rectangle(

@@ -119,7 +119,7 @@ class ColorJitter(Photometric):
     p: Probability = 1.0
 
     def steps(self, height: int, width: int, u: Floats) -> list[Step]:
-        done, order = _chosen(u, self.p), _ORDERS[pick(u[:, 1], np.full(len(u), len(_ORDERS)))]
+        done, order = _chosen(u, self.p), _ORDERS[pick(u[:, 1], len(_ORDERS))]
         matrices, gains = np.tile(_SAME, (len(_OPERATIONS), len(u), 1, 1)), np.zeros((len(_OPERATIONS), len(u)))
         used = np.zeros(len(_OPERATIONS), np.bool_)
         for i, (argument, neutral, operation) in enumerate(_OPERATIONS):
