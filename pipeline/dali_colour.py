@@ -3,8 +3,8 @@
 What is fixed for all pictures of a graph is its `Form`; everything else comes with each picture, by external sources
 that `apply` declares and `inputs` fills. For each step there are numbers that leave a picture as it is, bit for bit.
 
-On a CPU these operators take 2 to 7 times as long as `paint.py`, erasing and posterizing apart, so there `paint.py` is
-what changes colours; they are for GPUs, and are tested on the CPU. DALI's GPU operators take the same arguments.
+On a CPU most of these operators take 3 to 9 times as long as `paint.py`, so there `paint.py` is what changes colours;
+they are for GPUs, and are tested on the CPU. DALI's GPU operators take the same arguments.
 
 DALI rounds halves up on a CPU and to even on a GPU. No half is left to that: `_NUDGE` lifts them all.
 """
