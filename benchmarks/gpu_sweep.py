@@ -105,7 +105,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         args.hw_decoder_load,
         args.decode,
     )
-    told = Told(name, args.device, threads, _IN_FLIGHT, 1 << 40, load)
+    told = Told(name, args.device, threads, 1 << 40, load)
     parts = decode == "window"
     options = Options(
         args.device, told.lane_threads, load, told.options.batch, told.options.batch_pixels, gpu_parts=parts
