@@ -25,6 +25,7 @@ from headrace.pipeline.formats import DECODED
 from headrace.pipeline.spec import SOURCE_KEYS, Config, Dataset, Stream
 from headrace.pipeline.transforms import TRANSFORMS
 from headrace.server.cli import app
+from headrace.server.doctor import CHECKS, Finding
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -213,3 +214,10 @@ def test_every_argument_of_the_loader_is_described_with_its_default() -> None:
 def test_the_formats_of_the_page_are_those_that_are_decoded() -> None:
     listed = re.search(r"never the name: (.*?)\.", PICTURES, re.S)
     assert listed is not None and tuple(listed[1].split(", ")) == DECODED
+
+
+def test_every_check_of_doctor_is_described_and_so_are_the_keys_that_programs_read() -> None:
+    page = section(CONFIGURATION, "## Looking at a machine")
+    assert [row[0].strip("`") for row in rows(page)] == list(CHECKS)
+    fields = {field.name for field in dataclasses.fields(Finding)}
+    assert {f"`{name}`" for name in {"usable", "findings", "check", *fields}} <= set(re.findall(r"`\w+`", page))
