@@ -99,7 +99,7 @@ class ColorJitter(Photometric):
     probability `p`.
     """
 
-    if TYPE_CHECKING:  # what a caller may write is more than what a field holds
+    if TYPE_CHECKING:  # or type checkers would take keywords only, and only what a field holds
 
         def __init__(
             self,
@@ -136,6 +136,10 @@ class ColorJitter(Photometric):
 
 class RandomGrayscale(Photometric):
     """Turned to grey with probability `p`."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, p: float = ...) -> None: ...
 
     name = "random_grayscale"
     draws = 1
@@ -241,6 +245,10 @@ def _level(value: float) -> int:
 class RandomSolarize(Photometric):
     """Levels from `threshold` on inverted, with probability `p`."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, threshold: float, p: float = ...) -> None: ...
+
     name = "random_solarize"
     draws = 1
     threshold: Threshold
@@ -252,6 +260,10 @@ class RandomSolarize(Photometric):
 
 class RandomPosterize(Photometric):
     """Only the upper `bits` of each level kept, with probability `p`."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, bits: int, p: float = ...) -> None: ...
 
     name = "random_posterize"
     draws = 1
@@ -266,6 +278,10 @@ class RandomPosterize(Photometric):
 class RandomAutocontrast(Photometric):
     """Each channel stretched to all levels, with probability `p`."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, p: float = ...) -> None: ...
+
     name = "random_autocontrast"
     draws = 1
     p: Probability = 0.5
@@ -276,6 +292,10 @@ class RandomAutocontrast(Photometric):
 
 class RandomEqualize(Photometric):
     """The histogram of each channel made flat, with probability `p`."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, p: float = ...) -> None: ...
 
     name = "random_equalize"
     draws = 1

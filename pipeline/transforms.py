@@ -51,7 +51,7 @@ class Resize(Geometric):
     The longer side has at most `max_size` pixels, if it is given. Without a `size` it has just so many.
     """
 
-    if TYPE_CHECKING:  # what a caller may write is more than what a field holds
+    if TYPE_CHECKING:  # or type checkers would take keywords only, and only what a field holds
 
         def __init__(
             self, size: int | Sequence[int] | None, interpolation: Interpolation = ..., max_size: int | None = ...
@@ -326,6 +326,10 @@ class RandomResizedCrop(Geometric):
 class RandomHorizontalFlip(Geometric):
     """Mirror left and right with probability `p`."""
 
+    if TYPE_CHECKING:
+
+        def __init__(self, p: float = ...) -> None: ...
+
     name = "random_horizontal_flip"
     draws = 1
     p: Probability = 0.5
@@ -336,6 +340,10 @@ class RandomHorizontalFlip(Geometric):
 
 class RandomVerticalFlip(Geometric):
     """Mirror top and bottom with probability `p`."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, p: float = ...) -> None: ...
 
     name = "random_vertical_flip"
     draws = 1
