@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,6 +79,15 @@ def test_defaults_are_those_of_torchvision() -> None:
     assert (RandomCrop(5).pad_if_needed, RandomCrop(5).fill) == (crop.pad_if_needed, (crop.fill,) * 3)
     assert RandomCrop(5) == RandomCrop(5, crop.padding)
     assert Pad(5).fill == (t.Pad(5).fill,) * 3
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS.values(), ids=lambda kind: kind.__name__)
+def test_type_checkers_are_told_the_fields_in_their_order_and_which_are_required(kind: type[Transform]) -> None:
+    (written,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    (init,) = (node for node in ast.walk(written) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    assert [argument.arg for argument in init.args.args] == ["self", *kind.model_fields]
+    required = [name for name, field in kind.model_fields.items() if field.is_required()]
+    assert len(init.args.args) - len(init.args.defaults) == 1 + len(required)
 
 
 @pytest.mark.parametrize(
