@@ -97,7 +97,8 @@ class Isolated(Generic[T]):
 def attach(argv: Sequence[str]) -> list[str]:
     """In the process, first of all: its arguments. From now on it ends at its deadline and with its parent."""
     parent, timeout = int(argv[1]), float(argv[2])
-    signal.setitimer(signal.ITIMER_REAL, timeout)  # whatever it waits for: SIGALRM ends it
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which whoever started our parent may have ignored
+    signal.setitimer(signal.ITIMER_REAL, timeout)  # ends it, whatever it waits for
     end_with(parent)
     return list(argv[3:])
 

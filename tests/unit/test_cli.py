@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,13 @@ def test_check_of_a_backend_that_cannot_run_here_is_an_error_that_says_why(
     monkeypatch.setattr(gpus, "look", lambda: Gpus(trouble="there is no NVIDIA driver"))
     with pytest.raises(ConfigError, match="dali-gpu cannot run here: there is no NVIDIA driver"):
         check(photos, home, backend="dali-gpu")
+
+
+def test_a_standard_output_that_is_closed_is_none_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["headrace", "--version"])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        sys.stdout.close()
+    assert ended.value.code == 0
