@@ -338,8 +338,16 @@ def failing(text: str) -> Callable[..., Any]:
     return build
 
 
-def test_dali_that_cannot_be_imported_is_a_backend_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "headrace.pipeline.dali", None)
+class Broken:
+    """A module whose import raises what imports should not."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("a library is of another version")
+
+
+@pytest.mark.parametrize("module", [None, Broken()], ids=["missing", "broken"])
+def test_dali_that_cannot_be_imported_is_a_backend_that_failed(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "headrace.pipeline.dali", module)
     with pytest.raises(BackendFailed, match=r"DALI cannot be imported .*headrace\[dali\]"):
         make("dali-cpu")
 
