@@ -202,7 +202,6 @@ class Supervisor:
         second.
         """
         now = time.monotonic()
-        self._staff()
         for worker in self._workers:
             if worker.deaf is not None and now - worker.deaf > _GRACE:
                 worker.child.kill()
@@ -213,6 +212,7 @@ class Supervisor:
             self._check_hung(worker, now)
             if not worker.given and self._superfluous(worker, now):
                 self._retire(worker, now)
+        self._staff()
         self._feed()
 
     def stop(self, *, force: bool = False) -> None:
@@ -453,6 +453,8 @@ class Supervisor:
             return
         log.error("worker %d: %s: killed", worker.pid, worker.hung)
         worker.child.kill()
+        if worker.device is not None:  # others go on at once: a driver may keep it from ending
+            self._lost_device(worker, worker.device, worker.hung, now)
 
     def _ended(self, worker: Member) -> None:
         status = worker.child.reap()
@@ -485,10 +487,10 @@ class Supervisor:
                 self._again.appendleft(one.job)
             else:
                 self._take_back(one, how, alone=len(given) == 1)
-        if worker.device is not None:
-            self._lost_device(worker, worker.device, how, now)
-        else:
+        if worker.device is None:
             self._lost_cpu(worker, how, now, own=bool(worker.hung) or status >= 0 or -status in _OWN_SIGNALS)
+        elif not worker.hung:
+            self._lost_device(worker, worker.device, how, now)
 
     def _lost_device(self, worker: Member, device: int, how: str, now: float) -> None:
         if worker.leaving is None:
