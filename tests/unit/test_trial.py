@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,12 @@ from uuid import UUID
 import numpy as np
 import pytest
 
+from headrace.loader import Loader
+from headrace.pipeline import gpus, isolated, trial
 from headrace.pipeline.backend import BACKENDS, BackendFailed, Options, make
 from headrace.pipeline.gpus import Gpu
 from headrace.pipeline.trial import Trial, confused, lock, render, run
+from headrace.server import private
 
 HERE = Options()
 
@@ -156,3 +160,8 @@ def test_every_gpu_has_a_trial_and_none_waits_for_another(child: Callable[[str],
     hung, fine = run("dali-gpu", devices, hw_decoder_load=0.5, timeout=0.5)
     assert hung == Trial(trouble="a trial of it did not end within 0.5 seconds")
     assert fine == Trial("dali-gpu/3/GPU-3/0.5")
+
+
+def test_to_find_out_what_runs_takes_less_than_those_allow_who_wait_for_a_private_daemon() -> None:
+    longest = gpus.TIMEOUT + trial.TIMEOUT + 4 * isolated._GRACE  # that of the deadline, and that to be killed
+    assert longest < private._FIND_TIMEOUT < inspect.signature(Loader).parameters["timeout"].default
