@@ -46,6 +46,10 @@ from headrace.pipeline.transforms import Params
 from headrace.pipeline.view import View
 from headrace.protocol import IMPURE
 
+# All that was imported stays, so it need not be gone through in search of cycles each time a pipeline is let go of:
+# of a collection's twenty milliseconds nearly none are left.
+gc.freeze()
+
 #: Pipelines that are kept; one takes ten milliseconds to build, and some threads.
 _PIPELINES = 8
 
@@ -190,14 +194,14 @@ class DaliBackend:
         fed = graph.inputs(form, self._executor, [task.views[i] for i in rows], [task.pictures[i].data for i in rows])
         fed |= dali_colour.inputs(task.steps(rows)) if form.colour else {}
         images, *last = self._outputs(form, fed, [task.out[i] for i in rows])
+        corners = [pixel.tobytes() for pixel in last[0]] if last and not judged else []
         for k, i in enumerate(rows if self._gpu is None else ()):
             steps = task.params.colour if self._cpu else ()
             task.out[i][...] = np.asarray(paint(Image.fromarray(images[k]), steps, i)) if steps else images[k]
         if self._cpu:
             self._tidy(form, sum(task.pixels(i) for i in rows))
-        if last and not judged:
-            for k, i in enumerate(rows):
-                self._judge(task, i, last[0][k].tobytes())
+        for i, corner in zip(rows, corners, strict=bool(corners)):
+            self._judge(task, i, corner)
 
     def _tidy(self, form: Form, pixels: int) -> None:
         """After a batch of so many pixels."""
@@ -228,7 +232,7 @@ class DaliBackend:
     def _outputs(
         self, form: Form, fed: dict[str, Any], into: Sequence[NDArray[np.uint8]] = ()
     ) -> list[NDArray[np.uint8]]:
-        """Arrays of one row per picture, valid until the next call.
+        """Arrays of one row per picture, good until the next call: DALI's own memory.
 
         Args:
             into: of a GPU, where its pictures are to go; instead of an array there is then an empty one.
@@ -238,17 +242,17 @@ class DaliBackend:
             BackendFailed: the device has no memory, or is gone.
         """
         try:
-            with _silence() if self._cpu else nullcontext():
-                outputs = self._pipeline(form).run(**fed)
+            outputs = self._ran(form, fed)
             if self._gpu is None or not into:
-                return [output.as_cpu().as_array() for output in outputs]
+                return [_array(output) for output in outputs]
             images, *others = outputs
             self._gpu.fetch([(to.ctypes.data, images[k].data_ptr(), to.nbytes) for k, to in enumerate(into)])
-            return [np.empty((0, *form.size, 3), np.uint8), *(output.as_cpu().as_array() for output in others)]
+            return [np.empty((0, *form.size, 3), np.uint8), *(_array(output) for output in others)]
         except CudaError as error:
             raise BackendFailed(f"CUDA: {error}") from error
-        except (RuntimeError, MemoryError) as error:
-            self._pipelines.pop(form, None)  # it is good for nothing after an error
+        except MemoryError as error:
+            raise BackendFailed("DALI: out of memory") from error
+        except RuntimeError as error:
             text = str(error).rpartition("encountered:")[2].strip()  # before it come lines of our own source
         if self._gpu is not None:
             gc.collect()  # it refers to itself, and how much of a GPU's memory it keeps, Python does not see
@@ -256,14 +260,19 @@ class DaliBackend:
             raise BackendFailed(f"DALI: {_point(text)}")
         raise _Refused(text)
 
-    def _pipeline(self, form: Form) -> Any:
+    def _ran(self, form: Form, fed: dict[str, Any]) -> tuple[Any, ...]:
+        """The outputs of the form's pipeline."""
+        # Kept again only once it has run: after an error it is good for nothing, or it holds inputs still, which the
+        # next pictures would be taken for.
         pipeline = self._pipelines.pop(form, None) or graph.build(form, self._executor)
+        with _silence() if self._cpu else nullcontext():
+            outputs: tuple[Any, ...] = pipeline.run(**fed)
         self._pipelines[form] = pipeline  # the last one used comes last
         if len(self._pipelines) > _PIPELINES:
             self._pipelines.pop(next(iter(self._pipelines)))
             if self._gpu is not None:
                 gc.collect()
-        return pipeline
+        return outputs
 
     def _check(self) -> None:
         """
@@ -310,8 +319,7 @@ def _for_dali(picture: Picture) -> bool:
     frame = head.frame
     if frame is None or frame.precision != 8 or frame.process > _PROGRESSIVE or head.colours == "other":
         return False
-    sides = (frame.height, frame.width)
-    return sides in ((picture.height, picture.width), (picture.width, picture.height))
+    return (frame.width, frame.height) == picture.stored
 
 
 def _doubtful(picture: Picture) -> bool:
@@ -357,6 +365,11 @@ def _gpu(number: int) -> Device:
         raise BackendFailed(f"CUDA: {error}") from error
 
 
+def _array(output: Any) -> NDArray[np.uint8]:
+    """Of a list of tensors of one shape, without a copy where they are on the CPU."""
+    return np.asarray(output.as_cpu().as_tensor())
+
+
 def _trim() -> None:
     with suppress(AttributeError):  # of a libc that is not glibc
         ctypes.CDLL(None).malloc_trim(0)
@@ -374,10 +387,11 @@ def _silence() -> Iterator[None]:
         except OSError:  # there is none
             yield
             return
-        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
         try:
+            with suppress(OSError):  # no descriptor is left: better some lines than no pictures
+                nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+                os.dup2(nowhere, 2)
+                os.close(nowhere)
             yield
         finally:
             os.dup2(stderr, 2)

@@ -27,12 +27,22 @@ from headrace.pipeline.transforms import Params
 
 Pixels = NDArray[np.uint8]
 
+
+def sampled(luma: int, data: bytes, height: int, width: int) -> bytes:
+    """The JPEG with its units laid out otherwise, each of as many blocks: for samplings that Pillow does not write."""
+    frame = data.find(b"\xff\xc0") + 5
+    sides = height.to_bytes(2, "big") + width.to_bytes(2, "big")
+    return data[:frame] + sides + data[frame + 4 : frame + 6] + bytes([luma]) + data[frame + 7 :]
+
+
 RGB, GREY = noise(61, 95), noise(61, 95, 1).convert("L")
 JPEGS = {
     "4:4:4": encode(RGB, "JPEG", subsampling=0),
     "4:2:2": encode(RGB, "JPEG", subsampling=1),
     "4:2:0": encode(RGB, "JPEG", subsampling=2),
-    "4:1:1": encode(RGB, "JPEG", subsampling="4:1:1"),
+    "4:1:1": sampled(0x41, encode(noise(32, 96), "JPEG", subsampling=2), 13, 187),
+    "1x4": sampled(0x14, encode(noise(32, 96), "JPEG", subsampling=2), 59, 45),
+    "4:4:0": sampled(0x12, encode(noise(32, 96), "JPEG", subsampling=1), 61, 45),
     "grey": encode(GREY, "JPEG"),
     "progressive": encode(RGB, "JPEG", progressive=True),
     "grey progressive": encode(GREY, "JPEG", progressive=True),
@@ -377,6 +387,17 @@ def test_why_dali_fails_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> No
         assert "\n" not in str(failed.value) and "pipeline object" not in str(failed.value)
 
 
+def test_a_pipeline_that_was_fed_in_part_is_not_used_again(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, given = [JPEGS["4:2:0"], JPEGS["4:4:4"]], full([JPEGS["4:2:0"], JPEGS["4:4:4"]])
+    want = render(backend, files, given)[0]
+    with monkeypatch.context() as patch:
+        real = graph.inputs
+        patch.setattr(graph, "inputs", lambda *of: real(*of) | {"roi_end": np.float32(0)})
+        with pytest.raises(IndexError):
+            render(backend, files[::-1], given)
+    np.testing.assert_array_equal(render(backend, files, given)[0], want)
+
+
 def test_after_dali_failed_the_same_backend_renders_again(backend: Backend) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph, "build", failing("gone"))
@@ -499,6 +520,20 @@ def test_pictures_of_odd_sizes_are_as_pillows(
     ours, theirs = (render(of, files, full(files, out))[0].astype(int) for of in (backend, pillow))
     # Where the filter leaves the picture Pillow weighs what there is, and DALI goes on with the last pixel.
     assert np.abs(ours - theirs).max() <= 6
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos"])
+def test_what_is_around_a_window_is_as_much_as_the_filter_sees(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, interpolation: str
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (200, 300, 3), np.uint8)
+    files = [encode(Image.fromarray(pixels), "JPEG", quality=95)]
+    for box in ([80, 50, 200, 150], [120.4, 70.7, 131.1, 79.2]):  # made smaller, made larger
+        given = params([box], (30, 40), interpolation=interpolation)
+        some = render(backend, files, given)[0].astype(int)
+        with monkeypatch.context() as patch:
+            patch.setattr(graph, "_FILTERS", {name: (kind, 99) for name, (kind, _) in graph._FILTERS.items()})
+            assert np.abs(render(backend, files, given)[0] - some).max() <= 1
 
 
 def test_colours_are_painted_upright(backend: Backend) -> None:
