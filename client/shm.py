@@ -6,6 +6,7 @@ it still held this chunk.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -14,7 +15,8 @@ import zmq
 from numpy.typing import NDArray
 
 from headrace import protocol
-from headrace.errors import ProtocolError
+from headrace.connect import LONGEST_PATH, socket_path
+from headrace.errors import ConnectionLost, ProtocolError
 from headrace.lifeline import Lifeline
 from headrace.protocol import Cancel, Chunk, Failed, Get, Release, decode_daemon, encode
 from headrace.session import Delivery, Events, cut
@@ -72,7 +74,7 @@ class SharedSession:
         try:
             ring = _attach(address, lifeline)
             try:
-                dealer = _connect(address, lifeline.welcome.endpoint, context)
+                dealer = _connect(address, _endpoint(address, lifeline.welcome.endpoint), context)
             except BaseException:
                 ring.close()
                 raise
@@ -137,6 +139,27 @@ def _attach(address: str, lifeline: Lifeline) -> Ring:
         return Ring.attach(fds.pop(), welcome.layout, welcome.slots)
     except (ValueError, OSError) as error:
         raise ProtocolError(f"the ring of the daemon at {address} cannot be mapped: {error}") from error
+
+
+def _endpoint(address: str, named: str) -> str:
+    """Where the daemon's ZeroMQ listens, as seen from here.
+
+    Raises:
+        ConnectionLost: its socket is not here.
+    """
+    if not named.startswith("ipc://"):
+        return named
+    # The daemon names it by a path of its own. In another container the same folder may lie elsewhere, and there it is
+    # beside the socket that we came by; who came by a link finds it where the daemon says.
+    beside = f"{socket_path(address)}.zmq"
+    for path in (beside, named.removeprefix("ipc://")):
+        if os.path.exists(path) and len(os.fsencode(path)) <= LONGEST_PATH:
+            return f"ipc://{path}"
+    # ZeroMQ would try again and again, and say nothing.
+    raise ConnectionLost(
+        f"the daemon at {address} has its other socket at {named}, which is not here, nor is there a {beside}: a "
+        "container must be given the folder of both, not one socket"
+    )
 
 
 def _connect(address: str, endpoint: str, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:

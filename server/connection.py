@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -18,6 +19,8 @@ from headrace.workers.loop import Loop
 
 #: Bytes that a client may leave unread on its Unix connection.
 _UNREAD = 1 << 20
+
+_SO_PEERPIDFD = 77  # of Linux 6.5 and newer; Python has no name for it
 
 
 class Gone(Exception):
@@ -76,8 +79,7 @@ class UnixConnection(Connection):
 
     Args:
         sock: that was just accepted; owned from now on.
-        pid, uid: of the process at the other end.
-
+        pid, uid: of the process at the other end; pid 0 is one of another PID namespace.
         loop: calls `heard` back when there is something to receive, and `ended` when the process has ended.
     """
 
@@ -93,11 +95,11 @@ class UnixConnection(Connection):
         heard: Callable[[UnixConnection], None],
         ended: Callable[[UnixConnection], None],
     ) -> None:
-        super().__init__(f"client {pid} (uid {uid})", offers)
+        super().__init__(f"client {pid or 'of another PID namespace'} (uid {uid})", offers)
         self._channel = Channel(sock, limit=protocol.CLIENT_LIMIT)
         self._loop = loop
         self._heard = heard
-        self._pidfd = _pidfd(pid)
+        self._pidfd = _pidfd(sock, pid)
         self._watch()
         if self._pidfd >= 0:
             loop.watch(self._pidfd, lambda: ended(self))
@@ -168,10 +170,13 @@ class RemoteConnection(Connection):
         pass  # its peer ends it
 
 
-def _pidfd(pid: int) -> int:
-    # 0 is a process of another PID namespace: then the connection's end must do. So it must for one that has ended
-    # already; should its number be another's by now, that one's end only ends a connection that is over.
-    try:
-        return os.pidfd_open(pid) if pid > 0 else -1
-    except OSError:
-        return -1
+def _pidfd(sock: socket.socket, pid: int) -> int:
+    """Of the process at the other end; -1 where the connection's end must do."""
+    # The socket knows the process itself: also in another PID namespace, where no number says which it is.
+    with contextlib.suppress(OSError):  # a kernel that is older
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    # The number of one that has ended already may be another's by now, whose end then ends a connection that is over.
+    with contextlib.suppress(OSError):
+        if pid > 0:
+            return os.pidfd_open(pid)
+    return -1

@@ -183,6 +183,17 @@ def test_closing_ends_the_connection_though_a_child_was_forked_in_the_handshake(
         copies.pop().close()
 
 
+def test_a_socket_without_the_other_one_beside_it_is_an_error(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], wake: int
+) -> None:
+    """As in a container that was given one of them: ZeroMQ would try for ever, without a word."""
+    with ScriptedDaemon(tmp_path / "d.sock") as daemon:
+        Path(daemon.address.removeprefix("ipc://") + ".zmq").unlink()
+        with pytest.raises(ConnectionLost, match=r"d\.sock\.zmq, which is not here.* the folder of both"):
+            SharedSession.open(daemon.address, None, context, timeout=10, stop=wake)
+        wait_until(lambda: not daemon.sessions)
+
+
 def test_a_slot_that_does_not_exist_is_an_error(
     tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], wake: int
 ) -> None:
