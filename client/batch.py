@@ -40,7 +40,8 @@ class Batch(Sequence[Any]):
 
     Attributes:
         images: a tensor, or a NumPy array, of the Loader's dtype and layout: (n, 3, H, W), or (n, H, W, 3) for NHWC.
-        labels: int64 or float32, (n,) or (n, k), of the same kind as `images`; texts are a list of str.
+        labels: int64 or float32, (n,) or (n, k), of the same kind as `images`; texts are a list of str. Where rows are
+            mixed it is float32 (n, classes).
         indices: NumPy int64 (n,): the line of the listing that each row shows; of the rejected one in a masked row.
         valid: NumPy bool (n,): False in a padded, masked or replaced row, which is not to be counted.
         epoch, step: which batch this is; steps count from where the Loader took up the epoch.

@@ -16,6 +16,7 @@ from headrace.batch import Batch
 from headrace.errors import ConfigError, ProtocolError
 from headrace.finish import Finisher
 from headrace.memory import BatchMemory
+from headrace.mix import Mixing, mix
 from headrace.output import Output
 
 Library = Literal["torch", "numpy"]
@@ -34,6 +35,7 @@ class Form:
         prefetch: batches kept ready.
         text_labels: whether the label of a row is the first value of its text.
         columns: names of its further values.
+        mixing: how rows are mixed; None: they are not.
 
     Raises:
         ConfigError: bfloat16 without torch.
@@ -50,6 +52,7 @@ class Form:
         prefetch: int,
         text_labels: bool = False,
         columns: Sequence[str] = (),
+        mixing: Mixing | None = None,
     ) -> None:
         if library == "numpy" and output.dtype == "bfloat16":
             raise ConfigError("dtype: bfloat16 is unknown to NumPy; use output='torch', or dtype float16 or float32")
@@ -60,6 +63,7 @@ class Form:
         self.finish = self._finisher.finish
         self._text_labels = text_labels
         self._columns = tuple(columns)
+        self._mixing = mixing
         row = (str,) * text_labels + (Any,) * len(self._columns)
         self._decoder: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list[tuple[row]])  # type: ignore[valid-type]
 
@@ -81,13 +85,15 @@ class Form:
             raise ProtocolError(f"the text of a row is not what the stream was said to have: {error}") from error
 
     def make(self, draft: Draft, epoch: int) -> Batch:
-        """The batch of a draft that misses nothing; rows that are not to be kept close up."""
+        """The batch of a draft that misses nothing; those to be kept close up, and may be mixed, in place."""
         images, indices, valid, texts = draft.images, draft.indices, draft.valid, draft.texts
         labels: Any = draft.labels
         if not draft.keep.all():
             images = images[: _close_up(images, draft.keep)]
             labels, indices, valid = labels[draft.keep], indices[draft.keep], valid[draft.keep]
             texts = list(compress(texts, draft.keep))
+        if self._mixing is not None:
+            labels = mix(images, labels, valid, self._mixing, epoch=epoch, first=draft.positions.start)
         values = [list(column) for column in zip(*texts, strict=True)]
         if self._text_labels:
             labels = values.pop(0)

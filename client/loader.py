@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar, cast, get_args
+from typing import Any, Literal, NoReturn, TypeVar, cast, get_args
 
 from headrace.assembly import REPLACEMENTS, Assembly, Counts, OnBadSample
 from headrace.batch import Batch
@@ -21,7 +21,10 @@ from headrace.draws import uniforms
 from headrace.engine import ENDED, Engine, Locate
 from headrace.errors import ConfigError, StateError
 from headrace.form import Form, import_torch, library
+from headrace.mix import Mixing, check_labels
+from headrace.output import CutMix, MixUp, Output
 from headrace.private import PrivateDaemon
+from headrace.protocol import Welcome
 from headrace.rank import resolve
 from headrace.steps import LastBatch, Steps
 from headrace.transport import Transport
@@ -68,6 +71,8 @@ class Loader:
             default the stream's.
         dtype: `uint8`, `float16`, `bfloat16` or `float32`, by name or torch's; layout: `NCHW`, `NHWC` or
             `channels_last`; mean, std: per channel; by default the stream's `output`.
+        mixup, cutmix: `{"alpha": NUMBER}`, and labels are then float32 (n, classes); False: none; by default the
+            stream's `output`. Mixed batches depend on batch and world size, see `docs/configuration.md`.
         output: `torch` or `numpy`.
         device: None or `cpu`.
         prefetch: batches kept ready.
@@ -99,6 +104,8 @@ class Loader:
         layout: str | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        mixup: Mapping[str, float] | MixUp | Literal[False] | None = None,
+        cutmix: Mapping[str, float] | CutMix | Literal[False] | None = None,
         output: str = "torch",
         device: Any = None,
         prefetch: int = 2,
@@ -146,6 +153,8 @@ class Loader:
                     layout=layout,
                     mean=_triple("mean", mean),
                     std=_triple("std", std),
+                    mixup=mixup,
+                    cutmix=cutmix,
                 )
             except ValueError as error:
                 raise ConfigError(str(error)) from None
@@ -160,6 +169,7 @@ class Loader:
                 prefetch=self._prefetch,
                 text_labels=welcome.labels == "text",
                 columns=welcome.columns,
+                mixing=_mixing(form, welcome),
             )
         except BaseException:
             self.close()
@@ -469,6 +479,14 @@ def _fixed(address: str, *, timeout: float, stop: int) -> str:
 
 def _replacement_row(seed: int, epoch: int, position: int) -> Any:
     return uniforms(seed, epoch, "replace", position, 1, REPLACEMENTS)[0]
+
+
+def _mixing(output: Output, welcome: Welcome) -> Mixing | None:
+    if not output.mixed:
+        return None
+    classes = len(welcome.classes)
+    check_labels(welcome.layout, classes, text=welcome.labels == "text")
+    return Mixing(output.mixup, output.cutmix, welcome.seed, classes, planes=output.layout == "NCHW")
 
 
 def _among(name: str, value: str, allowed: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from msgspec import inspect
 
 from headrace import protocol
 from headrace.errors import ProtocolError
-from headrace.output import Output
+from headrace.output import CutMix, MixUp, Output
 from headrace.protocol import MESSAGES, Decoder, Message
 from headrace.slots import SlotLayout
 
@@ -37,7 +37,9 @@ HEADINGS = {
     "ZeroMQ, client to daemon": ("ZeroMQ beside it, client to daemon", "tcp, client to daemon"),
     "ZeroMQ, daemon to client": ("ZeroMQ beside it, daemon to client", "tcp, daemon to client"),
 }
-PARTS: tuple[type[Any], ...] = (SlotLayout, protocol.StreamStatus, protocol.Fingerprints, Output, protocol.RowReject)
+PARTS: tuple[type[Any], ...] = (
+    SlotLayout, protocol.StreamStatus, protocol.Fingerprints, Output, MixUp, CutMix, protocol.RowReject,
+)  # fmt: skip
 
 by_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
@@ -190,6 +192,7 @@ tokens = st.binary(min_size=16, max_size=16)
 windows = st.integers(1, protocol.MAX_OUTSTANDING)
 texts = st.lists(names, max_size=4)
 triples = st.tuples(*[st.floats(0.01, 10)] * 3)
+alphas = st.floats(0.01, 10)
 lanes = st.integers(0, protocol.MAX_LANES)
 sides = st.integers(1, 1 << 16)
 rejects = st.lists(st.builds(protocol.RowReject, counts, counts, names, names, names), max_size=3)
@@ -233,7 +236,8 @@ SOME: dict[type[Message], st.SearchStrategy[Message]] = {
         columns=texts,
         fingerprints=st.builds(protocol.Fingerprints, names, names, names),
         output=st.builds(Output, st.sampled_from(["float16", "float32"]), mean=triples, std=triples)
-        | st.just(Output("uint8", "NHWC")),
+        | st.just(Output("uint8", "NHWC"))
+        | st.builds(Output, mixup=st.none() | st.builds(MixUp, alphas), cutmix=st.builds(CutMix, alphas)),
         on_bad_sample=st.sampled_from(["skip", "replace", "mask", "raise"]),
         max_bad=st.floats(0, 1),
         render_id=names,
