@@ -428,7 +428,13 @@ class Engine:
             return
         with self._locked():
             complete = assembly.arrived(want, bad)
-        made = [(draft, form.make(draft, assembly.epoch)) for draft in complete]
+        try:
+            made = [(draft, form.make(draft, assembly.epoch)) for draft in complete]
+        except BaseException:
+            with self._locked():
+                assembly.discard()  # a draft is made up in place, and just once
+            self._outstanding.clear()
+            raise
         with self._locked():
             for draft, batch in made:
                 draft.batch = batch

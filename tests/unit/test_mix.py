@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from scripted import ScriptedDaemon, index_of, level
 from torchvision_shim import torchvision
 
+import headrace.form
 import headrace.mix
 from headrace.assembly import Draft
 from headrace.batch import Batch
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.finish import to_bfloat16
 from headrace.form import Form, Library
 from headrace.loader import Loader
@@ -396,6 +397,31 @@ def test_a_loader_may_mix_otherwise_than_the_stream_or_not_at_all(daemon: Script
         assert next(iter(loader)).images[0, 0, 0, 0] == level(0, 0)
     with pytest.raises(ConfigError, match="mixup: alpha: 0 must be a positive number"):
         open_loader(daemon, mixup={"alpha": 0})
+
+
+def test_a_batch_for_whose_mixing_there_was_no_memory_is_assembled_anew(
+    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_loader(daemon, on_bad_sample="mask") as loader:
+        wanted = list(loader)
+    failed: list[int] = []
+
+    def fail_once(*args: Any, first: int, **more: Any) -> Any:
+        labels = mix(*args, first=first, **more)  # pictures are mixed in place, so this cannot be done again
+        if first == 8 and not failed:
+            failed.append(first)
+            raise MemoryError("no room")
+        return labels
+
+    monkeypatch.setattr(headrace.form, "mix", fail_once)
+    with open_loader(daemon, on_bad_sample="mask", timeout=5) as loader:
+        seen: list[Batch] = []
+        with pytest.raises(HeadraceError, match="no room"):
+            seen.extend(loader)  # those before the error stay
+        assert len(seen) == 2
+        seen.extend(loader)
+    for batch, again in zip(wanted, seen, strict=True):
+        assert np.array_equal(batch.images, again.images) and np.array_equal(batch.labels, again.labels)
 
 
 def test_a_loader_refuses_to_mix_labels_that_are_no_classes(tmp_path: Path) -> None:
