@@ -11,10 +11,10 @@ it, the first with the last, all with one λ. Here only rows that are `valid` ta
 This is Bailey's polar way to Student's t of 2α degrees of freedom ("Polar generation of random variates with the
 t-distribution", Mathematics of Computation 62, 1994), T = c·√(2α(1 - w)/w), put into λ = (1 + T/√(2α + T²)) / 2, which
 is Beta(α, α): exact for every α > 0, without rejection. λ is rounded to a multiple of 2⁻²⁴. So λ and 1 - λ are numbers
-of float32, and a last bit in which mathematics libraries differ is lost.
+of float32, and a last bit in which mathematics libraries differ is lost, but for one draw in 10⁸ or so.
 
-The functions take arrays, and tensors on any device. The Loader uses them on arrays, in the thread that finishes:
-torch would start threads of its own, and each call may wait for the interpreter, so the calls are few.
+The functions take arrays, and tensors on any device; none has been on a GPU yet. The Loader uses them on arrays, in the
+thread that finishes: torch would start threads of its own, and each call may wait for the interpreter, so they are few.
 """
 
 from __future__ import annotations
