@@ -1,11 +1,12 @@
 """The backend on DALI, on a CPU core or on a GPU.
 
-Which pictures DALI renders is told by their content alone: JPEGs of eight bits, grey or YCbCr, in Huffman coding. All
-others are Pillow's share, which belongs to this renderer: the render id names what they depend on too.
+Which pictures DALI renders is told by their content alone: JPEGs of eight bits, grey or YCbCr, in Huffman coding, whose
+markers leave no doubt that all of it is there. All others are Pillow's share, which belongs to this renderer: the
+render id names what they depend on too.
 
 A verdict is that of Pillow's whole decode, with the checks of `headrace.pipeline.jpeg`, whoever renders. What DALI
-refuses, and what looks as if something were missing, Pillow decodes to say whether it is good. If it is, DALI's pixels
-stand, or where DALI refuses it also alone, Pillow's: so who renders a picture depends on nothing but the picture.
+refuses Pillow decodes to say whether it is good. If it is, DALI's pixels stand, or where DALI refuses it also alone,
+Pillow's: so who renders a picture depends on nothing but the picture.
 `decode.dct_scaling`, which permits to decode less, is made use of in Pillow's share only.
 """
 
@@ -123,13 +124,10 @@ class DaliBackend:
         task = _Task(pictures, params, out, begin, [None] * len(pictures), views)
         batches: dict[Form, Rows] = {}
         for i, picture in enumerate(pictures):
-            if not _for_dali(picture):
-                self._by_pillow(task, i)
-            elif not picture.whole and _doubtful(picture):
-                if self._by_pillow(task, i):
-                    self._alone(task, i)
-            else:
+            if _for_dali(picture):
                 batches.setdefault(self._form(task, i, part=picture.whole), []).append(i)
+            else:
+                self._by_pillow(task, i)
         for form, rows in batches.items():
             for batch in _cut(rows, [task.pixels(i) for i in rows], self._executor.batch, self._batch_pixels):
                 self._batch(task, form, batch)
@@ -319,12 +317,9 @@ def _for_dali(picture: Picture) -> bool:
     frame = head.frame
     if frame is None or frame.precision != 8 or frame.process > _PROGRESSIVE or head.colours == "other":
         return False
-    return (frame.width, frame.height) == picture.stored
-
-
-def _doubtful(picture: Picture) -> bool:
-    """Whether the bytes look as if something were missing."""
-    return not jpeg.closed(picture.data) or jpeg.missing_parts(picture.data) is not None
+    # DALI looks no further than to the last row, and not at what is missing before it.
+    whole = jpeg.closed(picture.data) and jpeg.missing_parts(picture.data) is None
+    return whole and (frame.width, frame.height) == picture.stored
 
 
 def _culprit(rows: Rows, text: str) -> int | None:

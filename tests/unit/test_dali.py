@@ -170,6 +170,21 @@ def test_who_is_worked_on_is_always_said_before(backend: Backend) -> None:
     assert begun == set(range(len(files)))
 
 
+def test_who_is_decoded_again_by_pillow_is_said_alone(backend: Backend) -> None:
+    files = [JPEGS["4:4:4"], encode(Image.new("RGB", (16, 16), (128, 128, 128)), "JPEG"), JPEGS["4:2:0"]]
+    begun: list[list[int]] = []
+    pictures, out = [probe(data, Decode()) for data in files], np.zeros((3, 16, 24, 3), np.uint8)
+    assert backend.render(pictures, full(files), list(out), lambda now: begun.append([*now])) == [None] * 3
+    assert begun == [[0, 1, 2], [1]]
+
+
+def test_what_markers_leave_in_doubt_is_pillows_to_the_bit(backend: Backend, pillow: Backend) -> None:
+    files = [JPEGS["4:2:0"][:-2] + b"\xff\xfe\0\2\xff\xd9", JPEGS["4:4:4"]]
+    ours, reasons, whole = render(backend, files, full(files))
+    assert reasons == [None, None] and whole == [False, True]
+    np.testing.assert_array_equal(ours[0], render(pillow, files, full(files))[0][0])
+
+
 def test_nothing_is_printed_about_damaged_pictures(backend: Backend, capfd: pytest.CaptureFixture[str]) -> None:
     files = [BROKEN, JPEGS["4:2:0"][:-200] + b"\xff\xd9", JPEGS["4:2:0"][:-2]]
     _, reasons, _ = render(backend, files, full(files))
