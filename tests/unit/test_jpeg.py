@@ -22,6 +22,25 @@ def test_the_header_says_process_depth_size_and_sampling() -> None:
     assert progressive is not None and progressive.process == 2 and len(progressive.sampling) == 1
 
 
+@pytest.mark.parametrize(
+    ("components", "jfif", "transform", "expected"),
+    [
+        (b"\1", False, -1, "grey"),
+        (b"\1\2\3", True, -1, "YCbCr"),
+        (b"\1\2\3", False, -1, "YCbCr"),
+        (b"\1\2\3", False, 1, "YCbCr"),
+        (b"\1\2\3", False, 0, "other"),
+        (b"\1\2\3", True, 0, "YCbCr"),
+        (b"RGB", False, -1, "other"),
+        (b"RGB", True, -1, "YCbCr"),
+        (b"\1\2\3\4", False, 2, "other"),
+    ],
+)
+def test_markers_and_identifiers_tell_the_colours(components: bytes, jfif: bool, transform: int, expected: str) -> None:
+    frame = jpeg.Frame(0, 8, 1, 1, components, ((1, 1),) * len(components))
+    assert jpeg.Header(frame, 0, len(components), 1, transform, jfif).colours == expected
+
+
 def test_segments_before_the_frame_do_not_matter() -> None:
     data = encode(noise(16, 24), "JPEG", comment=b"\xff\xc0" * 30_000)
     frame = jpeg.header(data).frame
