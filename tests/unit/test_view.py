@@ -49,11 +49,11 @@ def test_a_view_of_the_stored_picture_is_the_window_of_the_upright_one(
     upright, box = noise(13, 22), (3, 2, 12, 7)
     file = stored(upright, orientation)
     picture = Picture(b"", "JPEG", upright.height, upright.width, orientation, None)
-    flags = {"mirror_x": np.array([mirror[0]]), "mirror_y": np.array([mirror[1]])}
-    params = Params(np.array([box], np.float64), size=(5, 9), interpolation="bilinear", **flags)
+    mirror_x, mirror_y = np.array([mirror[0]]), np.array([mirror[1]])
+    params = Params(np.array([box], np.float64), mirror_x, mirror_y, (5, 9), "bilinear")
     view = View.of(picture, params, 0)
     assert view.whole == file.size == picture.stored and view.size == ((5, 9) if orientation >= 5 else (9, 5))
-    seen = file.crop(tuple(int(side) for side in view.box))
+    seen = file.crop(view.box)
     for turn, wanted in (
         (Image.Transpose.TRANSPOSE, view.transpose),
         (Image.Transpose.FLIP_LEFT_RIGHT, view.mirror_x),
