@@ -1,5 +1,9 @@
 """The backend on DALI, on a CPU core or on a GPU.
 
+On a GPU all is done there, by the graph of `graph.py`. On a CPU DALI decodes, and of a picture that was found good no
+more than the window; what follows is Pillow's resample and `paint`, which are faster than DALI's operators there and
+the same as the Pillow backend's.
+
 Which pictures DALI renders is told by their content alone: JPEGs of eight bits, grey or YCbCr, in Huffman coding, whose
 markers leave no doubt that all of it is there. All others are Pillow's share, which belongs to this renderer: the
 render id names what they depend on too.
@@ -41,7 +45,7 @@ from headrace.pipeline.colour import Step
 from headrace.pipeline.cuda import CudaError, Device
 from headrace.pipeline.graph import Executor, Form
 from headrace.pipeline.paint import paint
-from headrace.pipeline.pillow import PillowBackend, decode
+from headrace.pipeline.pillow import PillowBackend, decode, show
 from headrace.pipeline.probe import BadPicture, Picture
 from headrace.pipeline.transforms import Params
 from headrace.pipeline.view import View
@@ -76,13 +80,14 @@ class DaliBackend:
 
     Args:
         options: of how many threads, and of a GPU which.
-        gpu: whether to decode and resample on a GPU.
+        gpu: whether to work on a GPU.
+        through: whether DALI does it all, or decodes only; None: where it is faster, which is on a GPU.
 
     Raises:
         BackendFailed: it does not work here.
     """
 
-    def __init__(self, options: Options, *, gpu: bool = False) -> None:
+    def __init__(self, options: Options, *, gpu: bool = False, through: bool | None = None) -> None:
         self._executor = Executor(
             device=options.device if gpu else None,
             batch=options.batch,
@@ -90,6 +95,7 @@ class DaliBackend:
             hw_decoder_load=options.hw_decoder_load,
         )
         self._cpu = not gpu
+        self._through = gpu if through is None else through
         self._parts = not gpu or options.gpu_parts
         self._batch_pixels = options.batch_pixels
         self._gpu = _gpu(options.device) if gpu else None
@@ -140,14 +146,16 @@ class DaliBackend:
                 self._gpu.close()
 
     def _form(self, task: _Task, i: int, part: bool) -> Form:
-        params = task.params
+        params, part = task.params, part and self._parts
+        if not self._through:
+            return Form(part, False, None, params.interpolation, None, ())
         return Form(
-            part=part and self._parts,
+            part=part,
             transpose=task.views[i].transpose,
             size=params.size,
             interpolation=params.interpolation,
             fill=params.fill if params.framed else None,
-            colour=() if self._cpu else dali_colour.form(params.colour),
+            colour=dali_colour.form(params.colour),
         )
 
     def _batch(self, task: _Task, form: Form, rows: Rows) -> None:
@@ -194,12 +202,17 @@ class DaliBackend:
         images, *last = self._outputs(form, fed, [task.out[i] for i in rows])
         corners = [pixel.tobytes() for pixel in last[0]] if last and not judged else []
         for k, i in enumerate(rows if self._gpu is None else ()):
-            steps = task.params.colour if self._cpu else ()
-            task.out[i][...] = np.asarray(paint(Image.fromarray(images[k]), steps, i)) if steps else images[k]
+            task.out[i][...] = images[k] if self._through else self._shown(task, i, images[k], fed["start"][k])
         if self._cpu:
             self._tidy(form, sum(task.pixels(i) for i in rows))
         for i, corner in zip(rows, corners, strict=bool(corners)):
             self._judge(task, i, corner)
+
+    def _shown(self, task: _Task, i: int, window: NDArray[np.uint8], start: NDArray[np.int32]) -> NDArray[np.uint8]:
+        """What Pillow makes of the decoded window."""
+        top, left = start.tolist()
+        shown = show(Image.fromarray(window), task.views[i], task.params, offset=(left, top))
+        return np.asarray(paint(shown, task.params.colour, i))
 
     def _tidy(self, form: Form, pixels: int) -> None:
         """After a batch of so many pixels."""
@@ -229,11 +242,11 @@ class DaliBackend:
 
     def _outputs(
         self, form: Form, fed: dict[str, Any], into: Sequence[NDArray[np.uint8]] = ()
-    ) -> list[NDArray[np.uint8]]:
-        """Arrays of one row per picture, good until the next call: DALI's own memory.
+    ) -> list[Sequence[NDArray[np.uint8]]]:
+        """An array per picture, good until the next call: DALI's own memory.
 
         Args:
-            into: of a GPU, where its pictures are to go; instead of an array there is then an empty one.
+            into: of a GPU, where its pictures are to go; there are then no arrays of them.
 
         Raises:
             _Refused: the pictures, or some of them.
@@ -242,10 +255,10 @@ class DaliBackend:
         try:
             outputs = self._ran(form, fed)
             if self._gpu is None or not into:
-                return [_array(output) for output in outputs]
+                return [_arrays(output) for output in outputs]
             images, *others = outputs
             self._gpu.fetch([(to.ctypes.data, images[k].data_ptr(), to.nbytes) for k, to in enumerate(into)])
-            return [np.empty((0, *form.size, 3), np.uint8), *(_array(output) for output in others)]
+            return [(), *(_arrays(output) for output in others)]
         except CudaError as error:
             raise BackendFailed(f"CUDA: {error}") from error
         except MemoryError as error:
@@ -277,7 +290,7 @@ class DaliBackend:
         Raises:
             BackendFailed: DALI refuses a picture that is known to be good.
         """
-        form = Form(False, False, (8, 8), "bilinear", None, ())
+        form = Form(False, False, (8, 8) if self._through else None, "bilinear", None, ())
         view = View((0.0, 0.0, 8.0, 8.0), (8, 8), (8, 8), False, False, False)
         try:
             images, _ = self._outputs(form, graph.inputs(form, self._executor, [view], [_known()]))
@@ -285,7 +298,7 @@ class DaliBackend:
             raise BackendFailed(f"DALI refuses a picture that is known to be good: {_point(str(refused))}") from None
         finally:
             self._pipelines.pop(form, None)
-        if not 60 < images.mean() < 90:
+        if not 60 < np.mean(images[0]) < 90:
             raise BackendFailed("DALI decodes a picture that is known to be good, and it is another one")
 
 
@@ -360,9 +373,10 @@ def _gpu(number: int) -> Device:
         raise BackendFailed(f"CUDA: {error}") from error
 
 
-def _array(output: Any) -> NDArray[np.uint8]:
-    """Of a list of tensors of one shape, without a copy where they are on the CPU."""
-    return np.asarray(output.as_cpu().as_tensor())
+def _arrays(output: Any) -> list[NDArray[np.uint8]]:
+    """Of a list of tensors, without a copy where they are on the CPU."""
+    here = output.as_cpu()
+    return [np.asarray(here[k]) for k in range(len(here))]
 
 
 def _trim() -> None:

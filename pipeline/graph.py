@@ -8,9 +8,12 @@ may be decoded in part (`Form.part`) that window alone, of another one the whole
 give the same pixels, and both are then resampled from the same stretch of that window. A GPU decodes the whole and
 resamples from it.
 
+With its CPU operators the graph runs whole in tests, and stands there for the one of a GPU. A CPU worker's ends with
+the window: Pillow resamples it in 0.9 ms where DALI takes 1.4 (224 pixels, of a photo of 500 by 375), and `paint` is
+several times faster than the operators of `dali_colour`.
+
 Colour steps are the business of `dali_colour`. What it gets are the upright pictures, mirrored and with their frame, so
-that boxes and kernels are in the frame in which the steps are meant. On the CPU `paint` applies them afterwards, which
-is several times faster.
+that boxes and kernels are in the frame in which the steps are meant.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class Form:
     Attributes:
         part: whether only the window is decoded.
         transpose: whether rows and columns of the result change places.
-        size: (height, width) of the output.
+        size: (height, width) of the output; None: the graph ends with the window, and whoever runs it resamples.
         interpolation: "bilinear", "bicubic" or "lanczos".
         fill: of what lies outside of the pictures; None if no window leaves its picture.
         colour: of the colour steps.
@@ -51,7 +54,7 @@ class Form:
 
     part: bool
     transpose: bool
-    size: tuple[int, int]
+    size: tuple[int, int] | None
     interpolation: str
     fill: Colour | None
     colour: dali_colour.Form
@@ -75,8 +78,8 @@ class Executor:
 
 
 def build(form: Form, executor: Executor) -> Pipeline:
-    """The pipeline; `inputs` says what it is fed. Its outputs are the pictures, uint8 (height, width, 3), and unless
-    only parts are decoded the last pixel of each whole picture, uint8 (1, 1, 3), both on the device.
+    """The pipeline; `inputs` says what it is fed. Its outputs are the pictures, uint8 (height, width, 3), or their
+    windows, and unless only parts are decoded the last pixel of each whole picture, uint8 (1, 1, 3), on the device.
     """
     gpu = executor.device is not None
     pipeline = Pipeline(
@@ -89,8 +92,9 @@ def build(form: Form, executor: Executor) -> Pipeline:
     )
     with pipeline:
         images, last = _decoded(form, executor)
-        images = _resampled(images, form)
-        images = dali_colour.apply(images, form.colour, form.size)
+        if form.size is not None:
+            images = _resampled(images, form, *form.size)
+            images = dali_colour.apply(images, form.colour, form.size)
         pipeline.set_outputs(images, *last)
     pipeline.build()
     return pipeline
@@ -124,8 +128,9 @@ def _last_pixel(images: Any) -> Any:
     return fn.crop(images, crop=[1, 1], crop_pos_x=1.0, crop_pos_y=1.0)
 
 
-def _resampled(images: Any, form: Form) -> Any:
-    height, width = form.size[::-1] if form.transpose else form.size
+def _resampled(images: Any, form: Form, height: int, width: int) -> Any:
+    if form.transpose:
+        height, width = width, height
     images = fn.resize(
         images,
         # Mirrored where a stretch ends before it starts.
@@ -157,6 +162,8 @@ def inputs(form: Form, executor: Executor, views: Sequence[View], encoded: Seque
     if executor.device is None or form.part:
         fed |= {"start": offset.astype(np.int32), "shape": pixels.astype(np.int32)}
         start, end = start - offset, end - offset
+    if form.size is None:
+        return fed
     fed |= {"roi_start": start.astype(np.float32), "roi_end": end.astype(np.float32)}
     if form.fill is not None:
         fed |= {"size": size.astype(np.float32), "frame": frame.astype(np.int32)}

@@ -16,12 +16,13 @@ from headrace.pipeline.backend import Backend, BackendFailed, Options
 from headrace.pipeline.gpus import Gpu, Gpus
 from headrace.pipeline.spec import Workers
 
-#: What `auto` is without a GPU, and why: to be changed here alone. Measured, CPU time of one core per picture, windows
-#: of 500x375 to 224x224: decoding 2.0 ms by both, 1.7 where DALI decodes the window alone; resizing 0.9 ms by Pillow 13
-#: and 1.5 by DALI. Of 1280x853: decoding 8.5, and 7.2 to 7.8; resizing 2.5 and 2.8. And DALI takes 700 MB of packages
-#: and 0.7 s more for the start of each process.
+#: What `auto` is without a GPU, and why: to be changed here alone. Measured, CPU time of one core per picture beside
+#: Pillow's: from the second epoch on, when DALI decodes windows alone, `dali-cpu` takes 0.85 of it for windows of
+#: 500x375 and 0.9 for those of 1280x853; in the first epoch it takes more; and each process starts 0.7 s later.
 _WITHOUT_GPU = "pillow"
-_WITHOUT_GPU_WHY = "without a GPU Pillow renders as fast as DALI on the CPU, and starts sooner"
+_WITHOUT_GPU_WHY = (
+    "without a GPU Pillow starts sooner; dali-cpu, which has to be named, takes a tenth less from the second epoch on"
+)
 
 #: DALI by the package that brings it, with the oldest CUDA of the driver that it needs, and our extra for it.
 _DALI = {

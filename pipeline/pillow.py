@@ -85,7 +85,7 @@ class PillowBackend:
                 target[...] = 0
                 verdicts.append(bad.with_traceback(None))
             else:
-                target[...] = np.asarray(paint(_show(image, reduction, view, params), params.colour, i))
+                target[...] = np.asarray(paint(show(image, view, params, reduction), params.colour, i))
                 verdicts.append(None)
         return verdicts
 
@@ -242,16 +242,24 @@ def _reduction(view: View) -> int:
     return next(r for r in (8, 4, 2, 1) if r == 1 or r <= min(*steps, *view.whole))
 
 
-def _show(image: Image.Image, reduction: int, view: View, params: Params) -> Image.Image:
-    """As an RGB image, upright; `image` is the picture decoded with this reduction, of mode L or RGB."""
-    small = _window(image, reduction, view, params)
+def show(
+    image: Image.Image, view: View, params: Params, reduction: int = 1, offset: tuple[int, int] = (0, 0)
+) -> Image.Image:
+    """What is to be seen, as an RGB image, upright.
+
+    Args:
+        image: the picture decoded with this reduction, of mode L or RGB; or a part of it that reaches as far as the
+            filter does.
+        offset: where the part begins, (x, y).
+    """
+    small = _window(image, view, params, reduction, offset)
     turn = _TRANSPOSE[view.transpose, view.mirror_x, view.mirror_y]
     if turn is not None:
         small = small.transpose(turn)
     return small if small.mode == "RGB" else small.convert("RGB")
 
 
-def _window(image: Image.Image, reduction: int, view: View, params: Params) -> Image.Image:
+def _window(image: Image.Image, view: View, params: Params, reduction: int, offset: tuple[int, int]) -> Image.Image:
     """The box resampled, with the fill where it leaves the picture.
 
     The filter sees the picture beyond the box, and at the picture's own border only what there is.
@@ -259,7 +267,12 @@ def _window(image: Image.Image, reduction: int, view: View, params: Params) -> I
     x, y = view.across, view.down
     if x.first >= x.last or y.first >= y.last:
         return Image.new("RGB", view.size, params.fill)
-    box = x.start / reduction, y.start / reduction, x.end / reduction, y.end / reduction
+    box = (
+        x.start / reduction - offset[0],
+        y.start / reduction - offset[1],
+        x.end / reduction - offset[0],
+        y.end / reduction - offset[1],
+    )
     part = _resample(image, box, x.last - x.first, y.last - y.first, params.interpolation)
     if part.size == view.size:
         return part

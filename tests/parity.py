@@ -121,6 +121,11 @@ def distance(a: Pixels, b: Pixels) -> tuple[float, int]:
     return float(shares @ np.arange(256)), int(np.argmax(shares.cumsum() >= 0.999))
 
 
+def assert_close(a: Pixels, b: Pixels, mean: float, most: int) -> None:
+    found = distance(a, b)
+    assert found[0] <= mean and found[1] <= most, found
+
+
 def assert_within(row: Row, a: Pixels, b: Pixels, more: tuple[float, int] = (0.0, 0)) -> None:
     """Each material and kind is within the limits of its row, and `more`."""
     for material, (mean, most) in row.limits.items():

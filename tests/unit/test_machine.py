@@ -66,7 +66,7 @@ def refused(**workers: Any) -> str:
 def test_auto_is_pillow_where_there_is_no_gpu_and_tries_nothing(here: Here) -> None:
     chosen = choose(Workers())
     assert (chosen.backend, chosen.devices) == ("pillow", ())
-    assert chosen.why[0] == "there is no NVIDIA driver" and "Pillow renders as fast" in chosen.why[1]
+    assert chosen.why[0] == "there is no NVIDIA driver" and "Pillow starts sooner" in chosen.why[1]
     assert here.tried == []
 
 

@@ -347,7 +347,7 @@ REFUSED: list[tuple[str, Any, str]] = [
         "did you mean dct_scaling?; allowed here: dct_scaling, max_file_bytes, max_pixels",
     ),
     ("streams.train.output.dtype", "float64", "must be 'uint8', 'float16', 'bfloat16' or 'float32'"),
-    ("streams.train.output.layuot", "NCHW", "did you mean layout?; allowed here: cutmix, dtype, layout, mean, mixup, std"),
+    ("streams.train.output.layuot", "NCHW", "did you mean layout?; allowed here: cutmix, dtype, layout, mean, mixup"),
     ("streams.train.output.mean", [0, 0], "streams.train.output.mean[2]: this item is missing"),
     ("streams.train.output.std", [1, 0, 1], "streams.train.output: std: [1.0, 0.0, 1.0] must be positive"),
     ("streams.train.output", {"dtype": "uint8", "mean": [1, 1, 1]}, "mean and std need a floating dtype"),
