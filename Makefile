@@ -39,7 +39,7 @@ soak: env-dev
 
 # On a machine that does nothing else: each says whether what it claims holds, and all of them run.
 bench: env-dev
-	@status=0; for name in versus_dataloader shared_stream tcp; do .venv/bin/python benchmarks/$$name.py || status=1; done; exit $$status
+	@status=0; for name in versus_dataloader versus_dali corrupt shared_stream tcp; do .venv/bin/python benchmarks/$$name.py || status=1; done; exit $$status
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage*
