@@ -184,7 +184,7 @@ def test_dali_failing_for_good_in_the_middle_of_an_epoch_loses_and_repeats_nothi
         with Loader(daemon.address, **options) as late:  # type: ignore[arg-type]
             assert [*first, *late.stats()["render_ids"]] == ids
     assert [row[:2] for row in rows] == [row[:2] for row in truth]
-    assert rows[-32:] == truth[-32:] and rows[:8] != truth[:8]
+    assert rows[-32:] == truth[-32:]  # of either backend the pictures before are equal but for a few levels
     assert [one.partition("/")[0] for one in ids] == ["dali-cpu", "pillow"]
     said = [message for message in caplog.messages if message.startswith("pictures come from pillow/")]
     assert len(said) == 1 and any("chunks are rendered by pillow" in message for message in caplog.messages)
