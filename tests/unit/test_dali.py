@@ -532,7 +532,7 @@ def test_pictures_of_odd_sizes_are_as_pillows(
 ) -> None:
     files = [encode(noise(*size), "JPEG", quality=95)]
     ours, theirs = (render(of, files, full(files, out))[0].astype(int) for of in (backend, pillow))
-    # Where the filter leaves the picture Pillow weighs what there is, and DALI goes on with the last pixel.
+    # Where its filter leaves the picture Pillow weighs what there is, and DALI's resize goes on with the last pixel.
     assert np.abs(ours - theirs).max() <= 6
 
 
