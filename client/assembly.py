@@ -165,15 +165,18 @@ class Assembly:
 
     # -- what to fetch --------------------------------------------------------------------------------------
 
-    def want(self) -> Want | None:
+    def want(self, before: int = 0) -> Want | None:
         """The next chunk to ask for, or None until a batch is taken or a chunk arrives.
+
+        Args:
+            before: batches of the epoch before that were not taken yet; they count among those that are kept ready.
 
         Raises:
             MemoryError: there is none for another batch; nothing has changed.
         """
         for step in [step for step in self._drafts if step < self.taken]:
             del self._drafts[step]
-        horizon = self.taken + self._ahead
+        horizon = self.taken + self._ahead - before
         while self._opened < min(self.count, horizon):
             self._open()
         # A batch beyond the horizon was opened for one chunk's sake; its other chunks have time.

@@ -137,17 +137,17 @@ class Engine:
         self._opened = False
         self._refused: BaseException | None = None
         self._closing = False
-        self._current: tuple[Assembly, Form] | None = None
+        self._current: tuple[tuple[Assembly, ...], Form] | None = None
         self._lock = threading.Lock()
         # Under the lock, as is what is in the assembly:
-        self._assembly: Assembly | None = None
+        self._assemblies: tuple[Assembly, ...] = ()  # one epoch's, and that of the next
         self._form: Form | None = None
         self._progress = 0
         self._failure: tuple[Assembly | None, HeadraceError] | None = None
 
         self._session: Session | None = None
         self._request = 0
-        self._outstanding: dict[int, Want] = {}
+        self._outstanding: dict[int, tuple[Assembly, Want]] = {}
         self._pause = _BACKOFF[0]
         self._trouble = ""
         self._thread = threading.Thread(target=self._run, name="headrace-fetch", daemon=True)
@@ -169,10 +169,14 @@ class Engine:
             self._join()
             raise self._refused
 
-    def begin(self, assembly: Assembly, form: Form) -> None:
-        """Fetch for this assembly from now on, and for no other. May be said again."""
+    def begin(self, assembly: Assembly, form: Form, following: Assembly | None = None) -> None:
+        """Fetch for this assembly from now on, and for no other but the one that follows it. May be said again.
+
+        Args:
+            following: of the next epoch, whose first batches count among those that are kept ready.
+        """
         self._check_open()
-        self._current = (assembly, form)
+        self._current = ((assembly,) if following is None else (assembly, following), form)
         self._wake.ring()
 
     def end(self, assembly: Assembly) -> None:
@@ -272,7 +276,8 @@ class Engine:
                 f"the daemon at {self._address} is gone and could not be reached again for {self._timeout:g} s "
                 f"({self._trouble}); {where} is waiting for it"
             )
-        chunks = sorted(want.chunk for want in list(self._outstanding.values()) if assembly.waiting(want))
+        outstanding = list(self._outstanding.values())
+        chunks = sorted(want.chunk for whose, want in outstanding if whose is assembly and assembly.waiting(want))
         return DeadlineError(
             f"nothing came from the daemon at {self._address} (pid {session.welcome.pid}) for {self._timeout:g} s; "
             f"{where} waits for chunk{'s' * (len(chunks) != 1)} {', '.join(map(str, chunks)) or 'none'}"
@@ -351,7 +356,7 @@ class Engine:
     def _turn(self) -> None:
         self._switch()
         if self._session is None:
-            if self._assembly is not None and self._failure is None:
+            if self._assemblies and self._failure is None:
                 self._return()
             else:
                 self._wake.wait(None)
@@ -368,44 +373,56 @@ class Engine:
             self._leave(lost)
 
     def _switch(self) -> None:
-        """Take up the assembly that the consumer wants, and take back what was asked for another."""
-        wanted, form = self._current or (None, None)
-        if wanted is not None and wanted.ended:
-            wanted = None
-        if wanted is self._assembly:
+        """Take up the assemblies that the consumer wants, and take back what was asked for others."""
+        wanted, form = self._current or ((), None)
+        wanted = tuple(assembly for assembly in wanted if not assembly.ended)
+        if wanted == self._assemblies:
             return
+        dropped = [assembly for assembly in self._assemblies if assembly not in wanted]
+        if any(whose in dropped for whose, _ in self._outstanding.values()):
+            dropped = [*self._assemblies]  # requests are taken back all together
+            if self._session is not None:
+                self._session.cancel(self._request)
+            self._outstanding.clear()
         with self._locked():
-            if self._assembly is not None:
-                self._assembly.discard()
-            self._assembly, self._form = wanted, form
+            for assembly in dropped:
+                assembly.discard()
+            self._assemblies, self._form = wanted, form
             self._failure = None
-        if self._outstanding and self._session is not None:
-            self._session.cancel(self._request)
-        self._outstanding.clear()
 
     def _ask(self) -> None:
-        assembly, session = self._assembly, self._session
-        if assembly is None or session is None or self._failure is not None:
+        session = self._session
+        if session is None or self._failure is not None:
             return
         while len(self._outstanding) < min(self._window, MAX_OUTSTANDING):
             with self._locked():
-                want = assembly.want()
-            if want is None:
+                asked = self._next()
+            if asked is None:
                 return
+            assembly, want = asked
             self._request += 1
-            self._outstanding[self._request] = want
+            self._outstanding[self._request] = asked
             rows = want.rows
             session.get(self._request, assembly.epoch, want.chunk, rows.start, len(rows))
+
+    def _next(self) -> tuple[Assembly, Want] | None:
+        """What to ask for next, and for whom."""
+        before = 0
+        for assembly in self._assemblies:
+            if (want := assembly.want(before)) is not None:
+                return assembly, want
+            before += assembly.count - assembly.taken
+        return None
 
     def _deliver(self, delivery: Delivery) -> None:
         session, message = self._session, delivery.message
         assert session is not None
         self._window = message.window
-        want = self._outstanding.get(message.request)
-        assembly, form = self._assembly, self._form
-        if want is None or assembly is None or form is None:
+        asked, form = self._outstanding.get(message.request), self._form
+        if asked is None or form is None:
             session.release(message.request)  # it was taken back while it was on its way
             return
+        assembly, want = asked
         bad = {reject.row: reject for reject in message.rejects}
         error: HeadraceError | None = self._check_render(message.render_id)
         copied = False
@@ -432,7 +449,8 @@ class Engine:
             made = [(draft, form.make(draft, assembly.epoch)) for draft in complete]
         except BaseException:
             with self._locked():
-                assembly.discard()  # a draft is made up in place, and just once
+                for each in self._assemblies:
+                    each.discard()  # a draft is made up in place, and just once
             self._outstanding.clear()
             raise
         with self._locked():
@@ -464,10 +482,11 @@ class Engine:
         return None
 
     def _refuse(self, message: Failed) -> None:
-        want = self._outstanding.pop(message.request, None)
-        if want is not None and self._assembly is not None:
+        asked = self._outstanding.pop(message.request, None)
+        if asked is not None:
+            assembly, want = asked
             with self._locked():
-                self._assembly.failed(want, from_wire(message.kind, message.text))
+                assembly.failed(want, from_wire(message.kind, message.text))
                 self._moved()
 
     # -- losing the daemon and finding it again -------------------------------------------------------------
@@ -490,8 +509,8 @@ class Engine:
             log.warning("%s (%s); asking again for %d chunks", reason, self._address, len(self._outstanding))
             self._trouble = reason
         with self._locked():
-            if self._assembly is not None:
-                self._assembly.again(self._outstanding.values())
+            for assembly, want in self._outstanding.values():
+                assembly.again([want])
             self._outstanding.clear()
 
     def _return(self) -> None:
@@ -517,7 +536,7 @@ class Engine:
         self._leave("")
         with self._locked():
             # Without the frames of this thread, which refer to the ring.
-            self._failure = self._assembly, error.with_traceback(None)
+            self._failure = next(iter(self._assemblies), None), error.with_traceback(None)
         self._ready.ring()
 
     def _moved(self) -> None:

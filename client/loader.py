@@ -183,7 +183,7 @@ class Loader:
         #: The iterator that holds the assembly from one `next` to the next: if it is dropped, the epoch has ended.
         #: Nobody holds it during a `next` and after one that failed: whoever asks then goes on.
         self._holder: weakref.ref[_Batches] | None = None
-        #: The next epoch's beginning, fetched since the last batch of the epoch before was taken.
+        #: The next epoch's beginning, fetched once all of the epoch before has been asked for.
         self._ahead: Assembly | None = None
         self._epochs: dict[int, _Epoch] = {}
         self._said_short = False
@@ -364,7 +364,10 @@ class Loader:
             self._ahead = self._holder = None
             self._assembly = assembly
         assert assembly is not None
-        self._engine.begin(assembly, self._form)  # in any case: an interrupt may have come before it was done
+        if self._ahead is None and assembly.epoch + 1 < _EPOCHS:
+            self._ahead = self._assemble(assembly.epoch + 1, 0)
+        # In any case: an interrupt may have come before it was done.
+        self._engine.begin(assembly, self._form, self._ahead)
         return assembly
 
     def _assemble(self, epoch: int, start: int) -> Assembly:
@@ -384,10 +387,8 @@ class Loader:
     def _take(self, assembly: Assembly) -> Batch | None:
         """The batch that is due; None if another thread got the last one."""
         batch = self._engine.take(assembly)
-        if assembly.taken == assembly.count and self._assembly is assembly and assembly.epoch + 1 < _EPOCHS:
+        if assembly.taken == assembly.count and self._assembly is assembly and self._ahead is not None:
             # The trainer still works on this batch, and may validate before it comes back.
-            if self._ahead is None:
-                self._ahead = self._assemble(assembly.epoch + 1, 0)
             self._engine.begin(self._ahead, self._form)
         return batch
 

@@ -65,13 +65,18 @@ def test_an_epoch_delivers_every_position_once_in_order(serve: Serve) -> None:
     assert daemon.asked[:30] == [(epoch, chunk) for epoch in range(3) for chunk in range(10)]
 
 
-def test_the_next_epoch_is_fetched_once_the_last_batch_was_taken(serve: Serve) -> None:
+def test_the_next_epoch_is_fetched_before_the_last_batches_are_taken(serve: Serve) -> None:
     daemon = serve()
-    with open_loader(daemon) as loader:
+    with open_loader(daemon, prefetch=3) as loader:
         batches = iter(loader)
-        for _ in range(5):
+        next(batches)
+        wait_until(lambda: len(daemon.asked) == 10)  # batches 1 to 4: three that are ready, and one in the making
+        next(batches)
+        wait_until(lambda: len(daemon.asked) == 12)
+        assert daemon.asked[:10] == [(0, chunk) for chunk in range(10)]
+        assert daemon.asked[10:] == [(1, 0), (1, 1)]
+        for _ in range(3):
             next(batches)
-        wait_until(lambda: (1, 0) in daemon.asked)
         assert loader.state_dict()["epoch"] == 1 and set(loader.stats()["epochs"]) == {0}
         loader.set_epoch(1)
         for step, batch in enumerate(loader):

@@ -243,6 +243,16 @@ def test_what_is_needed_first_is_asked_for_first() -> None:
     assert driver.asked == [0, 1, 2, 3, 4]
 
 
+def test_batches_of_the_epoch_before_count_among_those_that_are_kept_ready() -> None:
+    steps = Steps(40, 10, 0, 1, "partial")  # a batch is five chunks, and two batches are kept ready beside one more
+    for before, chunks in ((4, 0), (3, 0), (2, 5), (1, 10), (0, 15)):
+        assembly = Driver(steps, chunk=2).assembly
+        asked = 0
+        while assembly.want(before) is not None:
+            asked += 1
+        assert asked == chunks, before
+
+
 def test_the_window_bounds_what_is_outstanding() -> None:
     driver = Driver(Steps(40, 10, 0, 1, "partial"), chunk=2, window=2)
     driver.ask()
