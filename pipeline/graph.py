@@ -9,8 +9,8 @@ give the same pixels, and both are then resampled from the same stretch of that 
 resamples from it.
 
 With its CPU operators the graph runs whole in tests, and stands there for the one of a GPU. A CPU worker's ends with
-the window: Pillow resamples it in 0.9 ms where DALI takes 1.4 (224 pixels, of a photo of 500 by 375), and `paint` is
-several times faster than the operators of `dali_colour`.
+the window, which Pillow resamples in 0.9 ms where DALI takes 1.4 (224 pixels, of a photo of 500 by 375), or before the
+colours: `paint` is several times faster than the operators of `dali_colour`.
 
 Colour steps are the business of `dali_colour`. What it gets are the upright pictures, mirrored and with their frame, so
 that boxes and kernels are in the frame in which the steps are meant.

@@ -87,6 +87,18 @@ class View:
         return cls((x0, y0, x1, y1), (width, height), whole, transpose, mirror_x, mirror_y)
 
     @property
+    def step(self) -> tuple[float, float]:
+        """Pixels of the window for one of the result, across and down."""
+        x0, y0, x1, y1 = self.box
+        return (x1 - x0) / self.size[0], (y1 - y0) / self.size[1]
+
+    @property
+    def margin(self) -> float:
+        """Pixels of the picture around the window, where they are fewest; below 0 if it leaves the picture."""
+        x0, y0, x1, y1 = self.box
+        return min(x0, y0, self.whole[0] - x1, self.whole[1] - y1)
+
+    @property
     def across(self) -> Shown:
         """Along a row."""
         return Shown.of(self.box[0], self.box[2], self.whole[0], self.size[0])

@@ -7,6 +7,8 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from headrace.pipeline.colour import Posterize
 from headrace.pipeline.cuda import CudaError
 from headrace.pipeline.probe import BadPicture, probe
 from headrace.pipeline.spec import Decode
-from headrace.pipeline.transforms import Params
+from headrace.pipeline.transforms import Params, parse, plan
 
 Pixels = NDArray[np.uint8]
 
@@ -157,6 +159,43 @@ def test_dali_cpu_bad_input_costs_nobody_else_a_bit(backend: Backend, whole: boo
                 np.testing.assert_array_equal(pixels[i], good[i])
 
 
+@pytest.mark.parametrize(("size", "interpolation", "resamples"), [
+    ((12, 18), "bilinear", "dali"),
+    ((12, 18), "lanczos", "pillow"),
+    ((48, 64), "bilinear", "pillow"),
+])  # fmt: skip
+def test_who_resamples_on_a_cpu_follows_from_the_window_and_the_filter(
+    size: tuple[int, int], interpolation: str, resamples: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [JPEGS["4:2:0"], JPEGS["orientation 6"]]
+    sizes = [extent(data) for data in files]
+    given = params([[7, 7, width - 7, height - 7] for height, width in sizes], size, interpolation=interpolation)
+    pixels = {}
+    for coarse in (0, dali._COARSE, 1e9):
+        monkeypatch.setattr(dali, "_COARSE", coarse)
+        with closing(dali.DaliBackend(Options(), through=coarse == 0)) as backend:
+            pixels[coarse] = render(backend, files, given)[0]
+    by = {"dali": pixels.pop(0), "pillow": pixels.pop(1e9)}
+    [found] = pixels.values()
+    assert not np.array_equal(by["dali"], by["pillow"])
+    np.testing.assert_array_equal(found, by[resamples])
+
+
+def test_what_dali_has_resampled_is_painted_like_the_rest() -> None:
+    files = [JPEGS["4:2:0"]]
+    chain = [
+        parse({"resize": {"size": 16}}),
+        parse({"center_crop": {"size": 12}}),
+        parse({"random_solarize": {"threshold": 128, "p": 1.0}}),
+    ]
+    height, width = extent(files[0])
+    given = plan(chain, 1, 0, 0, np.array([height]), np.array([width]))
+    with closing(dali.DaliBackend(Options())) as backend:
+        plain = render(backend, files, replace(given, colour=()))[0]
+        painted = render(backend, files, given)[0]
+    np.testing.assert_array_equal(painted, np.where(plain >= 128, 255 - plain, plain))
+
+
 def test_who_is_worked_on_is_always_said_before(backend: Backend) -> None:
     files = [JPEGS["4:2:0"], kinds.jpeg()[:-30], encode(RGB), BROKEN, *[JPEGS["4:4:4"]] * 20]
     pictures, out = [probe(data, Decode()) for data in files], np.full((len(files), 16, 24, 3), 77, np.uint8)
@@ -172,7 +211,7 @@ def test_who_is_worked_on_is_always_said_before(backend: Backend) -> None:
 
 
 def test_who_is_decoded_again_by_pillow_is_said_alone(backend: Backend) -> None:
-    files = [JPEGS["4:4:4"], encode(Image.new("RGB", (16, 16), (128, 128, 128)), "JPEG"), JPEGS["4:2:0"]]
+    files = [JPEGS["4:4:4"], encode(Image.new("RGB", RGB.size, (128, 128, 128)), "JPEG"), JPEGS["4:2:0"]]
     begun: list[list[int]] = []
     pictures, out = [probe(data, Decode()) for data in files], np.zeros((3, 16, 24, 3), np.uint8)
     assert backend.render(pictures, full(files), list(out), lambda now: begun.append([*now])) == [None] * 3
