@@ -18,7 +18,7 @@ from headrace.errors import ProtocolError
 from headrace.output import Output
 from headrace.slots import SlotLayout
 
-VERSION = 2
+VERSION = 3
 
 #: Largest message that a daemon takes from a client, and a client from a daemon (class names may be many).
 CLIENT_LIMIT = 1 << 16
@@ -30,6 +30,10 @@ MAX_OUTSTANDING = 1024
 #: Data connections that one session may have over tcp.
 MAX_LANES = 16
 
+#: Of a stage's histogram, and stages of one report at most.
+BUCKETS = 32
+MAX_STAGES = 16
+
 #: In a render id: equal ids do not give equal bytes, because a picture depends a little on those beside it. What makes
 #: it so follows, the share of `workers.hw_decoder_load`.
 IMPURE = "hw_decoder_load-"
@@ -38,6 +42,8 @@ IMPURE = "hw_decoder_load-"
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(max_length=1024)]
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
+#: Bounded like `Count`; of a float NaN is no such number either.
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True, kw_only=True):
@@ -54,11 +60,13 @@ class Hello(Message, frozen=True, tag=True):
         stream: its name; None where the daemon has just one.
         transport: how chunks are to come, `shm` or `tcp`; over tcp only `tcp`.
         client: who this is, for the daemon's log.
+        device: of the GPU that the batches go to, its PCI bus id as NVML writes it, in lower case; "": none.
     """
 
     stream: Name | None
     transport: Name = "shm"
     client: Name = ""
+    device: Name = ""
 
 
 class Ping(Message, frozen=True, tag=True):
@@ -66,6 +74,27 @@ class Ping(Message, frozen=True, tag=True):
 
 
 # -- session, daemon to client ------------------------------------------------------------------------------
+
+
+class StageStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stage of the way of a picture has taken so far.
+
+    Attributes:
+        count: pieces of work: pictures, or batches or chunks where a stage has nothing smaller.
+        seconds: of one thread at a time, summed.
+        nbytes: that were read or written.
+        histogram: how long a piece of work took, counts by bucket: bucket 0 is less than 1 µs, bucket i from 2^(i - 1)
+            to less than 2^i µs, and the last one all above.
+    """
+
+    count: Count
+    seconds: Seconds
+    nbytes: Count
+    histogram: Annotated[list[Count], Meta(min_length=BUCKETS, max_length=BUCKETS)]
+
+
+#: By name.
+StageMap = Annotated[dict[Annotated[str, Meta(max_length=32)], StageStatus], Meta(max_length=MAX_STAGES)]
 
 
 class StreamStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,6 +106,12 @@ class StreamStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         computed: chunks that workers rendered; `recomputed` counts those that had been rendered before.
         delivered: chunks that were leased to a session.
         failed: chunks that could not be had.
+        ready: slots that hold a chunk; leased: those of them that somebody reads now.
+        filling: slots that a worker writes to, or will.
+        waiting: requests that have no answer yet.
+        hits: of `delivered`, chunks that were computed for an earlier request.
+        rejected: bad pictures, as often as they were met.
+        images: rows that were computed, with those of bad pictures.
     """
 
     samples: Count
@@ -85,6 +120,47 @@ class StreamStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recomputed: Count
     delivered: Count
     failed: Count
+    ready: Count
+    leased: Count
+    filling: Count
+    waiting: Count
+    hits: Count
+    rejected: Count
+    images: Count
+
+
+class ClientStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A session.
+
+    Attributes:
+        client: who it is, as the daemon's log has it.
+        stream, transport, device: of its `Hello`.
+        age: seconds since it came.
+        outstanding: requests that have no answer yet.
+        leases: slots that it reads now.
+        delivered: chunks that it got.
+        hits: of these, those that were computed for an earlier request, of anybody.
+        recomputed: of these, those that were computed for it although they had been rendered before.
+        lag: chunks that it is behind the furthest session of its stream.
+        batches, images, waited, spent, stages: as in its last `Report`; before the first one 0 and empty.
+    """
+
+    client: str
+    stream: str
+    transport: str
+    device: str
+    age: Seconds
+    outstanding: Count
+    leases: Count
+    delivered: Count
+    hits: Count
+    recomputed: Count
+    lag: Count
+    batches: Count
+    images: Count
+    waited: Seconds
+    spent: Seconds
+    stages: StageMap
 
 
 class Pong(Message, frozen=True, tag=True):
@@ -95,9 +171,12 @@ class Pong(Message, frozen=True, tag=True):
         version: of the release it runs.
         workers: their processes.
         deaths: of workers so far.
-        seconds: that workers spent, by stage.
+        uptime: seconds since it started.
+        stages: of workers, summed over all there have been, and the daemon's own `send`.
+        worker_seconds: from the moment a worker was ready to its end or now, summed likewise. A CPU worker's stages add
+            up to it; one of a GPU has several threads.
         streams: by name; None until somebody has asked for the stream and it is open.
-        sessions: that it has now.
+        sessions: that it has now; clients: the same, one by one.
         address: of its Unix socket. Who reaches it there, and finds the same `instance`, is on the same host.
         instance: random, of this run of the daemon.
         notices: what does not work as it is meant to, a sentence each.
@@ -107,9 +186,12 @@ class Pong(Message, frozen=True, tag=True):
     version: str
     workers: list[Count]
     deaths: Count
-    seconds: dict[str, float]
+    uptime: Seconds
+    stages: StageMap
+    worker_seconds: Seconds
     streams: dict[str, StreamStatus | None]
     sessions: Count
+    clients: list[ClientStatus]
     address: str
     instance: Token
     notices: list[str]
@@ -152,6 +234,7 @@ class Welcome(Message, frozen=True, tag=True):
         output, on_bad_sample, max_bad: the stream's defaults for the Loader's arguments.
         render_id: of the renderer that the daemon uses now.
         window: GETs that may be outstanding now; `Chunk` brings later values.
+        in_flight: chunks that the workers are at at once.
         notices: what the listing left out, and what at the daemon does not work as it is meant to, a sentence each,
             for the log.
     """
@@ -174,6 +257,7 @@ class Welcome(Message, frozen=True, tag=True):
     max_bad: Annotated[float, Meta(ge=0, le=1)]
     render_id: str
     window: Annotated[int, Meta(ge=1, le=MAX_OUTSTANDING)]
+    in_flight: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
     notices: list[str]
 
 
@@ -243,6 +327,24 @@ class Cancel(Message, frozen=True, tag=True):
 
     token: Token
     request: Count
+
+
+class Report(Message, frozen=True, tag=True):
+    """How the client is served, for those who look at the daemon: at most once a second, and at the end of an epoch. No
+    answer.
+
+    Attributes:
+        batches, images: that the trainer took since this Loader was made; of images those that are valid.
+        waited: seconds that it waited for them; spent: seconds from the first one on, without what lies between epochs.
+        stages: of the Loader, since it was made.
+    """
+
+    token: Token
+    batches: Count
+    images: Count
+    waited: Seconds
+    spent: Seconds
+    stages: StageMap
 
 
 # -- ZeroMQ, daemon to client -------------------------------------------------------------------------------
@@ -328,10 +430,10 @@ class Unknown(Message, frozen=True, tag=True):
 
 SessionRequest = Hello | Ping
 SessionReply = Pong | Indexing | Welcome | Refused | Goodbye
-ClientMessage = Get | Release | Cancel
+ClientMessage = Get | Release | Cancel | Report
 DaemonMessage = Chunk | Failed | Unknown
 #: Over tcp, where the session has no Unix connection.
-RemoteMessage = Hello | Ping | Attach | Leave | Get | Cancel
+RemoteMessage = Hello | Ping | Attach | Leave | Get | Cancel | Report
 RemoteReply = SessionReply | Attached | Rows | Failed | Unknown | Alive
 
 #: Every message type, in the order of `docs/protocol.md`.
@@ -348,6 +450,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Get,
     Release,
     Cancel,
+    Report,
     Chunk,
     Rows,
     Failed,
@@ -393,9 +496,9 @@ def encode(message: Message) -> bytes:
 
 decode_session_request: Decoder[Hello | Ping] = Decoder(SessionRequest, CLIENT_LIMIT)
 decode_session_reply: Decoder[Pong | Indexing | Welcome | Refused | Goodbye] = Decoder(SessionReply, DAEMON_LIMIT)
-decode_client: Decoder[Get | Release | Cancel] = Decoder(ClientMessage, CLIENT_LIMIT)
+decode_client: Decoder[Get | Release | Cancel | Report] = Decoder(ClientMessage, CLIENT_LIMIT)
 decode_daemon: Decoder[Chunk | Failed | Unknown] = Decoder(DaemonMessage, DAEMON_LIMIT)
-decode_remote: Decoder[Hello | Ping | Attach | Leave | Get | Cancel] = Decoder(RemoteMessage, CLIENT_LIMIT)
+decode_remote: Decoder[Hello | Ping | Attach | Leave | Get | Cancel | Report] = Decoder(RemoteMessage, CLIENT_LIMIT)
 decode_remote_reply: Decoder[
     Pong | Indexing | Welcome | Refused | Goodbye | Attached | Rows | Failed | Unknown | Alive
 ] = Decoder(RemoteReply, DAEMON_LIMIT)

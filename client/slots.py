@@ -80,6 +80,11 @@ class SlotLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.chunk, self.height, self.width, 3
 
     @property
+    def image_bytes(self) -> int:
+        """Of one picture."""
+        return self.height * self.width * 3
+
+    @property
     def label_shape(self) -> tuple[int, ...]:
         return (self.chunk, self.label_width) if self.label_width else (self.chunk,)
 

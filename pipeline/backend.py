@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.stages import Lap, unmeasured
+
 if TYPE_CHECKING:  # who only asks for a name need not know pictures
     from headrace.pipeline.probe import BadPicture, Picture
     from headrace.pipeline.transforms import Params
@@ -58,6 +60,7 @@ class Backend(Protocol):
         params: Params,
         out: Sequence[NDArray[np.uint8]],
         begin: Callable[[Sequence[int]], None],
+        lap: Lap = unmeasured,
     ) -> list[BadPicture | None]:
         """Render `pictures[i]` by row `i` of `params` into `out[i]`.
 
@@ -67,6 +70,8 @@ class Backend(Protocol):
             out: uint8 (height, width, 3) each, RGB; whatever stood there is overwritten, of a bad picture with black.
             begin: called with the pictures that are worked on from now on, those of the call before not any more, so
                 that whoever finds the process dead knows whom to suspect.
+            lap: called at the end of each stage with its name, for how many pictures that was, and how many bytes came
+                of it: `decode`, `resize`, `colour`, `write`, or `render` for several of them in one.
 
         Returns:
             A verdict (stage "decode") per picture, None for a good one. A bad picture never raises.

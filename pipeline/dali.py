@@ -51,6 +51,7 @@ from headrace.pipeline.probe import BadPicture, Picture
 from headrace.pipeline.transforms import Params
 from headrace.pipeline.view import View
 from headrace.protocol import IMPURE
+from headrace.stages import Lap, unmeasured
 
 # All that was imported stays, so it need not be gone through in search of cycles each time a pipeline is let go of:
 # of a collection's twenty milliseconds nearly none are left.
@@ -131,9 +132,10 @@ class DaliBackend:
         params: Params,
         out: Sequence[NDArray[np.uint8]],
         begin: Callable[[Sequence[int]], None],
+        lap: Lap = unmeasured,
     ) -> list[BadPicture | None]:
         views = [View.of(picture, params, i) for i, picture in enumerate(pictures)]
-        task = _Task(pictures, params, out, begin, [None] * len(pictures), views)
+        task = _Task(pictures, params, out, begin, lap, [None] * len(pictures), views)
         batches: dict[Form, Rows] = {}
         for i, picture in enumerate(pictures):
             if _for_dali(picture):
@@ -186,7 +188,7 @@ class DaliBackend:
     def _by_pillow(self, task: _Task, i: int) -> bool:
         """Whether the picture is good."""
         [task.verdicts[i]] = self._pillow.render(
-            [task.pictures[i]], task.params.take(np.array([i])), [task.out[i]], lambda _: task.begin([i])
+            [task.pictures[i]], task.params.take(np.array([i])), [task.out[i]], lambda _: task.begin([i]), task.lap
         )
         return task.verdicts[i] is None
 
@@ -203,9 +205,13 @@ class DaliBackend:
         fed |= dali_colour.inputs(task.steps(rows)) if form.colour else {}
         images, *last = self._outputs(form, fed, [task.out[i] for i in rows])
         corners = [pixel.tobytes() for pixel in last[0]] if last and not judged else []
+        pixels = sum(task.out[i].nbytes for i in rows) if form.size else sum(image.nbytes for image in images)
+        task.lap("render" if form.size else "decode", len(rows), pixels)
         for k, i in enumerate(rows if self._gpu is None else ()):
             start = None if form.size else tuple(fed["start"][k].tolist())
-            task.out[i][...] = images[k] if self._through else _finished(task, i, images[k], start)
+            image = images[k] if self._through else _finished(task, i, images[k], start)
+            task.out[i][...] = image
+            task.lap("write", nbytes=task.out[i].nbytes)
         if self._cpu:
             self._tidy(form, sum(task.pixels(i) for i in rows))
         for i, corner in zip(rows, corners, strict=bool(corners)):
@@ -307,6 +313,7 @@ class _Task:
     params: Params
     out: Sequence[NDArray[np.uint8]]
     begin: Callable[[Sequence[int]], None]
+    lap: Lap
     verdicts: list[BadPicture | None]
     views: list[View]
 
@@ -335,10 +342,16 @@ def _for_dali(picture: Picture) -> bool:
 def _finished(task: _Task, i: int, image: NDArray[np.uint8], start: tuple[int, int] | None) -> NDArray[np.uint8]:
     """What Pillow and `paint` make of the decoded window, which starts there (y, x); None: it is resampled."""
     colour = task.params.colour
+    if start is None and not colour:
+        return image
+    shown = Image.fromarray(image)
     if start is not None:
-        shown = show(Image.fromarray(image), task.views[i], task.params, offset=start[::-1])
-        return np.asarray(paint(shown, colour, i))
-    return np.asarray(paint(Image.fromarray(image), colour, i)) if colour else image
+        shown = show(shown, task.views[i], task.params, offset=start[::-1])
+        task.lap("resize", nbytes=task.out[i].nbytes)
+    if colour:
+        shown = paint(shown, colour, i)
+        task.lap("colour", nbytes=task.out[i].nbytes)
+    return np.asarray(shown)
 
 
 def _culprit(rows: Rows, text: str) -> int | None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from headrace.pipeline.colour import Step
 from headrace.pipeline.probe import BadPicture, Picture
 from headrace.pipeline.transforms import Params
+from headrace.stages import Lap, unmeasured
 
 REJECT = b"#fake: reject"  # a bad picture
 CRASH = b"#fake: crash"  # kills the process that renders it
@@ -36,6 +37,7 @@ class FakeBackend:
         params: Params,
         out: Sequence[NDArray[np.uint8]],
         begin: Callable[[Sequence[int]], None],
+        lap: Lap = unmeasured,
     ) -> list[BadPicture | None]:
         verdicts: list[BadPicture | None] = []
         for i, (picture, target) in enumerate(zip(pictures, out, strict=True)):
@@ -51,6 +53,7 @@ class FakeBackend:
             else:
                 target[...] = 0
             verdicts.append(verdict)
+            lap("render", nbytes=target.nbytes)
         return verdicts
 
     def close(self) -> None:

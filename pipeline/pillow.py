@@ -26,6 +26,7 @@ from headrace.pipeline.paint import paint
 from headrace.pipeline.probe import BadPicture, Picture, pillow_quiet
 from headrace.pipeline.transforms import Params
 from headrace.pipeline.view import View
+from headrace.stages import Lap, unmeasured
 
 _FILTERS = {
     "bilinear": (Image.Resampling.BILINEAR, 1),
@@ -73,6 +74,7 @@ class PillowBackend:
         params: Params,
         out: Sequence[NDArray[np.uint8]],
         begin: Callable[[Sequence[int]], None],
+        lap: Lap = unmeasured,
     ) -> list[BadPicture | None]:
         verdicts: list[BadPicture | None] = []
         for i, (picture, target) in enumerate(zip(pictures, out, strict=True)):
@@ -84,8 +86,16 @@ class PillowBackend:
             except BadPicture as bad:
                 target[...] = 0
                 verdicts.append(bad.with_traceback(None))
+                lap("decode")
             else:
-                target[...] = np.asarray(paint(show(image, view, params, reduction), params.colour, i))
+                lap("decode", nbytes=3 * image.width * image.height)
+                image = show(image, view, params, reduction)
+                lap("resize", nbytes=target.nbytes)
+                if params.colour:
+                    image = paint(image, params.colour, i)
+                    lap("colour", nbytes=target.nbytes)
+                target[...] = np.asarray(image)
+                lap("write", nbytes=target.nbytes)
                 verdicts.append(None)
         return verdicts
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +25,7 @@ from headrace.pipeline.spec import Stream
 from headrace.pipeline.transforms import Params, plan, unfit
 from headrace.protocol import RowReject
 from headrace.slots import SlotView, Status
+from headrace.stages import Clock, Stages
 
 #: What is rendered at once, if it is several pictures: how many, their bytes, and their pixels once decoded.
 PART_PICTURES = 32
@@ -37,17 +37,14 @@ _RETRIES = (0.1, 0.5)
 
 @dataclass(slots=True)
 class Rendered:
-    """What came of a chunk beside its pixels: bad pictures, seconds per stage, bytes read."""
+    """What came of a chunk beside its pixels: bad pictures, and what each stage took."""
 
     rejects: list[RowReject] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    nbytes: int = 0
+    stages: Stages = field(default_factory=Stages)
 
     def add(self, other: Rendered) -> None:
         self.rejects += other.rejects
-        for stage, seconds in other.seconds.items():
-            self.seconds[stage] += seconds
-        self.nbytes += other.nbytes
+        self.stages.merge(other.stages)
 
 
 @dataclass(eq=False, slots=True)
@@ -118,7 +115,7 @@ class ChunkReader:
             DatasetError: a sample cannot be read, or has changed; says which.
         """
         part = Part(self, view)
-        clock = _Clock(part.result.seconds)
+        clock = Clock(part.result.stages)
         first, count = chunk * self.stream.chunk, self.rows(chunk)
         indices = order(self.stream.seed, epoch, len(self.index), first, count, shuffle=self.stream.shuffle)
         view.indices[:count] = indices
@@ -126,7 +123,7 @@ class ChunkReader:
         self._write_texts(indices, view)
         todo = sorted(range(count) if rows is None else rows)
         view.status[todo] = Status.PENDING
-        clock.lap("plan")
+        clock.lap("plan", 0)
 
         nbytes = 0
         for row in todo:
@@ -135,7 +132,7 @@ class ChunkReader:
             if part.pictures and (len(part.pictures) == PART_PICTURES or nbytes > _PART_BYTES):
                 yield self._planned(part, epoch, first, clock)
                 part, nbytes = Part(self, view), size
-                clock = _Clock(part.result.seconds)
+                clock = Clock(part.result.stages)
             picture = self._look(part, row, index, clock, convicted or {})
             if picture is None:
                 continue
@@ -143,20 +140,19 @@ class ChunkReader:
             if part.pictures and part.pixels + pixels > PART_PIXELS:
                 yield self._planned(part, epoch, first, clock)
                 part, nbytes = Part(self, view), size
-                clock = _Clock(part.result.seconds)
+                clock = Clock(part.result.stages)
             part.rows.append(row)
             part.pictures.append(picture)
             part.pixels += pixels
         yield self._planned(part, epoch, first, clock)
 
-    def _look(self, part: Part, row: int, index: int, clock: _Clock, convicted: Mapping[int, str]) -> Picture | None:
+    def _look(self, part: Part, row: int, index: int, clock: Clock, convicted: Mapping[int, str]) -> Picture | None:
         view = part.view
         try:
             if index in convicted:
                 raise BadPicture("worker", convicted[index])
             data = self._read(index)
-            part.result.nbytes += len(data)
-            clock.lap("read")
+            clock.lap("read", nbytes=len(data))
             view.status[row] = Status.RENDERING
             known = int(self._wholes[index])
             if known:
@@ -170,10 +166,10 @@ class ChunkReader:
         except BadPicture as bad:
             self._reject(part, row, bad)
             picture = None
-        clock.lap("probe")
+        clock.lap("plan")
         return picture
 
-    def _planned(self, part: Part, epoch: int, first: int, clock: _Clock) -> Part:
+    def _planned(self, part: Part, epoch: int, first: int, clock: Clock) -> Part:
         if not part.rows:
             return part
         # Draws belong to positions, so parameters are planned for the whole run and the rows picked out of it.
@@ -183,7 +179,7 @@ class ChunkReader:
         sizes[:, at] = np.array([(picture.height, picture.width) for picture in part.pictures]).T
         params = plan(self.stream.transforms, self.stream.seed, epoch, first + low, sizes[0], sizes[1])
         part.params = params if len(at) == high - low else params.take(at)
-        clock.lap("plan")
+        clock.lap("plan", 0)
         return part
 
     def finish(self, part: Part, i: int, verdict: BadPicture | None) -> None:
@@ -246,7 +242,8 @@ def render(backend: Backend, parts: Sequence[Part]) -> None:
     planned = [part.params for part in parts if part.params is not None]
     if not places:
         return
-    began = time.perf_counter()
+    # The backend works for all of them at once; what that takes stands in the first one's result.
+    clock = Clock(parts[0].result.stages)
     rendering: list[tuple[Part, int]] = []
 
     def mark(status: Status) -> None:
@@ -260,12 +257,11 @@ def render(backend: Backend, parts: Sequence[Part]) -> None:
 
     pictures = [picture for part in parts for picture in part.pictures]
     out = [part.view.images[row] for part in parts for row in part.rows]
-    verdicts = backend.render(pictures, Params.joined(planned), out, begin)
+    verdicts = backend.render(pictures, Params.joined(planned), out, begin, clock.lap)
     for (part, i), verdict in zip(places, verdicts, strict=True):
         part.reader.finish(part, i, verdict)
-    share = (time.perf_counter() - began) / len(places)
+    clock.lap("write", 0)
     for part in parts:
-        part.result.seconds["render"] += share * len(part.rows)
         part.pictures.clear()
 
 
@@ -307,16 +303,3 @@ class ChunkRenderer(ChunkReader):
             render(self.backend, [part])
             result.add(part.result)
         return result
-
-
-class _Clock:
-    """Adds the time since the last lap to a stage."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._seconds = seconds
-        self._last = time.perf_counter()
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self._seconds[stage] += now - self._last
-        self._last = now

@@ -39,6 +39,7 @@ class Slot:
         leases: who reads it now.
         rejects, render_id: of the chunk in it, once ready.
         cold: a straggler's chunk, computed again: it is evicted before those that the leaders share.
+        fresh: nobody has got it yet.
     """
 
     number: int
@@ -49,6 +50,7 @@ class Slot:
     rejects: list[RowReject] = field(default_factory=list)
     render_id: str = ""
     cold: bool = False
+    fresh: bool = False
 
 
 class Cache:
@@ -70,6 +72,16 @@ class Cache:
         """The slot that holds the chunk or is being filled with it."""
         return self._by_address.get(address)
 
+    @property
+    def ready(self) -> int:
+        """Slots that hold a chunk."""
+        return len(self._ready)
+
+    @property
+    def filling(self) -> int:
+        """Slots that have a writer."""
+        return len(self.slots) - len(self._free) - len(self._ready)
+
     def claim(self, address: Address) -> Slot | None:
         """A slot to fill with a chunk that is not in the cache; None while each is being filled or leased."""
         if address in self._by_address:
@@ -85,6 +97,7 @@ class Cache:
         """The chunk is there."""
         self._expect(slot, State.FILLING)
         slot.state, slot.rejects, slot.render_id, slot.cold = State.READY, rejects, render_id, cold
+        slot.fresh = True
         self._ready[slot.number] = slot
         if cold:
             self._ready.move_to_end(slot.number, last=False)
@@ -101,6 +114,7 @@ class Cache:
         if reader in slot.leases:
             raise ValueError(f"{reader} has leased slot {slot.number} already")
         slot.leases.add(reader)
+        slot.fresh = False
         if not slot.cold:
             self._ready.move_to_end(slot.number)
 

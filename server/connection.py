@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from headrace import protocol
 from headrace.channel import Channel, Closed
-from headrace.protocol import Message
+from headrace.protocol import Message, Report
 from headrace.server.desk import Session
 from headrace.server.network import Network
 from headrace.server.transport import Transport
@@ -37,6 +37,8 @@ class Connection(ABC):
         since: when it came.
         stream: that it said Hello for.
         transport: that it asked for.
+        device: of the GPU that its batches go to, or "".
+        report: what it said of itself last.
         session, token: None and empty before there is one.
         expelled: no message of it is taken any more. Its leases stay until its end proves that nobody reads.
         members: its session's connections over tcp.
@@ -51,6 +53,8 @@ class Connection(ABC):
         self.since = time.monotonic()
         self.stream: str | None = None
         self.transport: Transport | None = None
+        self.device = ""
+        self.report: Report | None = None
         self.session: Session | None = None
         self.token = b""
         self.expelled = False

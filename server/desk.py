@@ -39,6 +39,9 @@ class Session:
         ready: of these, the ones whose chunk was there when it was looked at last.
         leases: request → slot.
         ended: it stays only for its leases.
+        delivered: chunks that it got; hits: of these, those that were computed for an earlier request; recomputed:
+            those that were computed for it and had been before.
+        last: the address of the one that it got last.
     """
 
     name: str
@@ -46,6 +49,10 @@ class Session:
     ready: set[int] = field(default_factory=set)
     leases: dict[int, Slot] = field(default_factory=dict)
     ended: bool = False
+    delivered: int = 0
+    hits: int = 0
+    recomputed: int = 0
+    last: Address = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +68,13 @@ class Delivery:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the stream was opened; `computed` includes `recomputed`."""
+    """Since the stream was opened; `computed` includes `recomputed`, and `delivered` the `hits`."""
 
     computed: int = 0
     recomputed: int = 0
     delivered: int = 0
     failed: int = 0
+    hits: int = 0
 
 
 class Desk:
@@ -87,6 +95,7 @@ class Desk:
         self.counters = Counters()
         self._in_flight = in_flight
         self._spare = slots - in_flight
+        self._chunks = chunks
         self._history = History(chunks)
         self._sessions: OrderedDict[Session, None] = OrderedDict()  # whose turn it is comes first
         self._waiters: dict[Address, set[tuple[Session, int]]] = {}
@@ -157,10 +166,10 @@ class Desk:
                 slot = self.cache.find(wanted.address)
                 if slot is None or slot.state is not State.READY:
                     continue  # evicted meanwhile; it is ready again when it was computed again
+                self._count(session, slot)
                 self.cache.lease(slot, (session, request))
                 session.leases[request] = slot
                 self._done(session, request)
-                self.counters.delivered += 1
                 found.append(Delivery(session, request, slot, wanted.first, wanted.rows))
         return found
 
@@ -207,6 +216,33 @@ class Desk:
                     self._done(session, request)
                     told.append((session, request))
         return told
+
+    @property
+    def leased(self) -> int:
+        """Slots that somebody reads."""
+        return len({slot.number for session in self._sessions for slot in session.leases.values()})
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no answer yet."""
+        return sum(len(session.pending) for session in self._sessions)
+
+    def lag(self, session: Session) -> int:
+        """Chunks that it is behind the session that is furthest."""
+        return self._line(max(each.last for each in self._sessions)) - self._line(session.last)
+
+    def _line(self, address: Address) -> int:
+        epoch, chunk = address
+        return epoch * self._chunks + chunk
+
+    def _count(self, session: Session, slot: Slot) -> None:
+        assert slot.address is not None
+        session.last = slot.address
+        session.delivered += 1
+        session.hits += not slot.fresh
+        session.recomputed += slot.fresh and slot.cold
+        self.counters.delivered += 1
+        self.counters.hits += not slot.fresh
 
     def _next_address(self, session: Session) -> Address | None:
         if len(session.leases) >= self.share:

@@ -15,7 +15,7 @@ import zmq
 
 from headrace import protocol
 from headrace.errors import ProtocolError
-from headrace.protocol import Attach, Attached, Cancel, Get, Hello, Leave, Ping, Pong, Refused, Unknown
+from headrace.protocol import Attach, Attached, Cancel, Get, Hello, Leave, Ping, Pong, Refused, Report, Unknown
 from headrace.server.connection import Connection, RemoteConnection
 from headrace.server.network import Network, Timings
 from headrace.server.transport import Tcp
@@ -163,7 +163,7 @@ class Remote:
         member = self._members.get((network, identity))
         try:
             message = protocol.decode_remote(frame.buffer)
-            if isinstance(message, Get | Cancel | Leave):
+            if isinstance(message, Get | Cancel | Leave | Report):
                 self._of_a_session(network, identity, message)
             elif isinstance(message, Attach):
                 self._attach(network, identity, message, member)
@@ -218,13 +218,15 @@ class Remote:
         if not network.send(identity, Attached(lane=attach.lane)):
             self._sessions.expel(connection, f"lane {attach.lane} ended while it was attached")
 
-    def _of_a_session(self, network: Network, identity: bytes, message: Get | Cancel | Leave) -> None:
+    def _of_a_session(self, network: Network, identity: bytes, message: Get | Cancel | Leave | Report) -> None:
         connection = self._sessions.find(message.token)
         transport = connection.transport if connection is not None else None
         if connection is None or transport is None or not transport.hears(network, identity):
             network.send(identity, Unknown(token=message.token))
         elif isinstance(message, Leave):
             self._sessions.end(connection)
+        elif isinstance(message, Report):
+            connection.report = message
         elif isinstance(message, Get) and not transport.attached:
             raise ProtocolError("a Get before a data connection was attached")
         else:

@@ -45,6 +45,7 @@ from headrace.server import ring_size
 from headrace.server.connection import Connection, Gone, UnixConnection
 from headrace.server.desk import Session
 from headrace.server.listener import Listener
+from headrace.server.measures import Measures
 from headrace.server.network import TIMINGS, Timings, make_router, send
 from headrace.server.remote import Remote
 from headrace.server.signals import Signals
@@ -128,6 +129,7 @@ class Service:
         self._by_token: dict[bytes, Connection] = {}
         self._by_session: dict[Session, Connection] = {}
         self._supervisor = Supervisor(self._loop, crew(config.workers, private=private), self._reported)
+        self._measures = Measures(self._supervisor)
         self._descriptors = _descriptors(self._supervisor.crew.workers, len(self._hosts))
         self._broken: str | None = None
         self._nonsense = 0
@@ -366,7 +368,7 @@ class Service:
             except HeadraceError as error:
                 self._refuse(connection, *to_wire(error))
                 return
-            connection.stream = name
+            connection.stream, connection.device = name, hello.device
             connection.name += f" {hello.client}" if hello.client else ""
             host.waiting.append(connection)
             self._open(host)
@@ -378,9 +380,16 @@ class Service:
             version=__version__,
             workers=self._supervisor.pids,
             deaths=self._supervisor.deaths,
-            seconds=self._supervisor.seconds,
+            uptime=self._measures.uptime,
+            stages=self._measures.stages(),
+            worker_seconds=self._measures.worker_seconds,
             streams={host.name: host.ready.status() if host.ready else None for host in self._hosts},
             sessions=len(self._by_token),
+            clients=self._measures.clients(
+                (connection, session, at.desk)
+                for session, connection in self._by_session.items()
+                if not connection.expelled and (at := self._at(connection)) is not None
+            ),
             address=self._listeners[0].address,
             instance=self._instance,
             notices=self._supervisor.notices,
@@ -504,6 +513,7 @@ class Service:
             max_bad=spec.max_bad,
             render_id=render_id,
             window=at.desk.window,
+            in_flight=self._supervisor.in_flight,
             notices=[*at.index.notices, *self._supervisor.notices],
         )
         log.info("%s joined stream %s over %s, window %d", connection.name, host.name, transport.name, at.desk.window)
@@ -539,6 +549,8 @@ class Service:
             at = self._at(connection)
             assert at is not None and connection.session is not None
             at.desk.release(connection.session, message.request)
+        elif isinstance(message, protocol.Report):
+            connection.report = message
         else:
             self.requested(connection, message)
 
@@ -583,6 +595,7 @@ class Service:
 
     def _pump(self) -> None:
         """Deliver what is ready, then give the workers what is wanted next."""
+        clock = self._measures.sending()
         for host in self._hosts:
             if host.at is None:
                 continue
@@ -592,6 +605,7 @@ class Service:
                     host.at.desk.release(delivery.session, delivery.request)  # it ended in this very turn
                 elif not connection.transport.deliver(delivery, host.at):
                     self.expel(connection, "a chunk could not be sent: it is gone, or takes nothing")
+                clock.lap("send", nbytes=delivery.rows * host.at.ring.layout.image_bytes)
         while self._supervisor.idle and self._submit_one():
             pass
 
@@ -627,6 +641,9 @@ class Service:
                 at.ledger.convict(index, reason)
             case Finished(job=job, rejects=rejects, render_id=render_id):
                 self._name(job.stream, rejects)
+                at = self._stream(job.stream)
+                at.images += job.rows
+                at.rejected += len(rejects)
                 desk = self._stream(job.stream).desk
                 desk.filled(desk.cache.slots[job.slot], rejects, render_id)
             case supervisor.Failed(job=job, kind=kind, text=text):

@@ -40,6 +40,9 @@ class OpenStream:
     reserved: bool = False
     #: Samples whose pictures the log says to be bad.
     named: set[int] = field(default_factory=set)
+    #: Rows that were computed, and how many of these are bad pictures.
+    images: int = 0
+    rejected: int = 0
 
     @property
     def chunks(self) -> int:
@@ -60,7 +63,7 @@ class OpenStream:
             raise ConfigError(_no_memory(self.ring.nbytes, error)) from error
 
     def status(self) -> StreamStatus:
-        done = self.desk.counters
+        desk, done = self.desk, self.desk.counters
         return StreamStatus(
             samples=len(self.index),
             slots=self.ring.slots,
@@ -68,6 +71,13 @@ class OpenStream:
             recomputed=done.recomputed,
             delivered=done.delivered,
             failed=done.failed,
+            ready=desk.cache.ready,
+            leased=desk.leased,
+            filling=desk.cache.filling,
+            waiting=desk.waiting,
+            hits=done.hits,
+            rejected=self.rejected,
+            images=self.images,
         )
 
     def close(self) -> None:

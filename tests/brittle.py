@@ -20,6 +20,7 @@ from headrace.pipeline.backend import Backend, BackendFailed, Options
 from headrace.pipeline.fake import FakeBackend
 from headrace.pipeline.probe import BadPicture, Picture
 from headrace.pipeline.transforms import Params
+from headrace.stages import Lap, unmeasured
 from headrace.workers import renderer, worker
 
 VARIABLE = "BRITTLE"
@@ -50,6 +51,7 @@ class Brittle(FakeBackend):
         params: Params,
         out: Sequence[NDArray[np.uint8]],
         begin: Callable[[Sequence[int]], None],
+        lap: Lap = unmeasured,
     ) -> list[BadPicture | None]:
         begin(range(len(pictures)))  # all at once, as DALI does
         if order() == "crash" or any(picture.data.endswith(POISON) for picture in pictures):
@@ -57,7 +59,7 @@ class Brittle(FakeBackend):
         if order() == "fail":
             out[0][...] = 77
             raise BackendFailed("out of memory")
-        return super().render(pictures, params, out, lambda _: None)
+        return super().render(pictures, params, out, lambda _: None, lap)
 
 
 def break_dali() -> None:

@@ -92,15 +92,13 @@ class Device:
     def _answer(self, task: Render) -> None:
         renderer, ring, convicted = self._streams[task.stream]
         done = renderer.render(task.epoch, task.chunk, ring.views[task.slot], task.rows, convicted)
-        seconds = dict(done.seconds)
         self._say(
             Rendered(
                 job=task.job,
                 render_id=RENDER_ID,
                 trouble="",
                 rejects=done.rejects,
-                seconds=seconds,
-                nbytes=done.nbytes,
+                stages=done.stages.status(),
             )
         )
 

@@ -44,6 +44,7 @@ from headrace.protocol import (
     Pong,
     Refused,
     Release,
+    Report,
     RowReject,
     Rows,
     Unknown,
@@ -149,7 +150,7 @@ def welcome(**change: Any) -> Welcome:
         "layout": SlotLayout(4, 2, 2), "slots": 3, "samples": 9, "seed": 0, "classes": [],
         "labels": "numbers", "columns": [],
         "fingerprints": Fingerprints("d", "o", "p"), "output": Output(), "on_bad_sample": "skip", "max_bad": 0.01,
-        "render_id": "r", "window": 1, "notices": [],
+        "render_id": "r", "window": 1, "in_flight": 1, "notices": [],
     }  # fmt: skip
     return Welcome(**(about | change))
 
@@ -183,6 +184,7 @@ class ScriptedDaemon:
         leases: deliveries that were not released.
         cancelled: the requests that Cancel named.
         left: the tokens that Leave named.
+        reports: what came of them.
     """
 
     def __init__(
@@ -223,6 +225,7 @@ class ScriptedDaemon:
         self.leases: dict[tuple[bytes, int], int] = {}
         self.cancelled: list[int] = []
         self.left: list[bytes] = []
+        self.reports: list[Report] = []
         self.render_id = render_id
         self.bad = frozenset(bad)
         self.seen: set[int] = set()
@@ -355,7 +358,7 @@ class ScriptedDaemon:
         return Welcome(
             pid=os.getpid(), token=token, endpoint=endpoint, transport=transport, stream="train",
             layout=self.layout, slots=self._ring.slots, render_id=self.render_id, window=self._window,
-            **self._about,
+            in_flight=2, **self._about,
         )  # fmt: skip
 
     def _welcome(self, channel: Channel, transport: str) -> None:
@@ -370,8 +373,8 @@ class ScriptedDaemon:
 
     def _pong(self) -> Pong:
         return Pong(
-            pid=os.getpid(), version="0", workers=[], deaths=0, seconds={}, streams={}, sessions=len(self.sessions),
-            address=self.unix_address, instance=self.instance, notices=[],
+            pid=os.getpid(), version="0", workers=[], deaths=0, uptime=0.0, stages={}, worker_seconds=0.0, streams={},
+            sessions=len(self.sessions), clients=[], address=self.unix_address, instance=self.instance, notices=[],
         )  # fmt: skip
 
     def _end(self, channel: Channel) -> None:
@@ -391,6 +394,8 @@ class ScriptedDaemon:
             self._free.append(self.leases.pop((message.token, message.request)))
         elif isinstance(message, Cancel):
             self._cancel(message)
+        elif isinstance(message, Report):
+            self.reports.append(message)
         else:
             self.gets.append(message)
             do = self.behave(message)
@@ -498,7 +503,7 @@ class ScriptedDaemon:
                     token = secrets.token_bytes(16)
                     self.remote[token] = Remote(identity)
                     answer(self._about_session(token, "tcp", ""))
-            case Attach() | Leave() | Get() | Cancel():
+            case Attach() | Leave() | Get() | Cancel() | Report():
                 remote = self.remote.get(message.token)
                 if remote is None:
                     answer(Unknown(token=message.token))
@@ -511,7 +516,7 @@ class ScriptedDaemon:
         self,
         identity: bytes,
         remote: Remote,
-        message: Attach | Leave | Get | Cancel,
+        message: Attach | Leave | Get | Cancel | Report,
         answer: Callable[[Message], None],
     ) -> None:
         match message:
@@ -527,6 +532,8 @@ class ScriptedDaemon:
                 del self.remote[message.token]
             case Cancel():
                 self._cancel(message)
+            case Report():
+                self.reports.append(message)
             case Get():
                 assert identity == remote.control
                 self.gets.append(message)

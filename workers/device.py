@@ -39,6 +39,7 @@ from headrace.pipeline.index import Index
 from headrace.pipeline.render import PART_PIXELS, ChunkReader, Part, render
 from headrace.pipeline.spec import Stream
 from headrace.slots import Ring
+from headrace.stages import Clock, Stages
 from headrace.workers import messages
 from headrace.workers.iterations import Chunk, Iteration, Iterations
 from headrace.workers.messages import Convict, Leaving, Open, Ready, Render, Rendered, RenderFailed
@@ -209,6 +210,8 @@ class DeviceWorker:
         self._tasks: SimpleQueue[Chunk | None] = SimpleQueue()
         self._room = threading.Semaphore(told.threads + _AHEAD)
         self._answered = 0
+        self._waits = Stages()
+        self._idle = Clock(self._waits)
         self._leaving: Leaving | None = None
         self._ended = False
 
@@ -234,6 +237,7 @@ class DeviceWorker:
         for target in [*(lane.run for lane in self._lanes), *[self._read_chunks] * self._told.threads]:
             threading.Thread(target=target, daemon=True).start()
         self._answer(Ready(render_id=self._render_id))
+        self._idle = Clock(self._waits)
         poll = select.poll()
         poll.register(self._events, select.POLLIN)
         poll.register(self._channel, select.POLLIN)
@@ -259,6 +263,8 @@ class DeviceWorker:
             case Convict(stream=stream, index=index, reason=reason):
                 self._streams[stream].convicted[index] = reason
             case Render():
+                if self._iterations.idle:
+                    self._idle.lap("wait")
                 self._lock_slot(message)
                 self._tasks.put(self._iterations.begin(message))
 
@@ -308,14 +314,18 @@ class DeviceWorker:
             task, error, result = chunk.task, chunk.error, chunk.result
             self._answered += 1
             if error is None:
+                result.stages.merge(self._waits)
+                self._waits = Stages()
+            if self._iterations.idle:
+                self._idle = Clock(self._waits)
+            if error is None:
                 self._answer(
                     Rendered(
                         job=task.job,
                         render_id=self._render_id,
                         trouble="",
                         rejects=result.rejects,
-                        seconds=dict(result.seconds),
-                        nbytes=result.nbytes,
+                        stages=result.stages.status(),
                     )
                 )
                 continue

@@ -61,6 +61,7 @@ class Member:
         retired: it is asked to end, and has nothing to do.
         deaf: since when its channel is of no use, or None.
         hung: why it was killed, if it was for hanging.
+        waited: seconds without a task, as seen from here, that it has not told of itself yet.
     """
 
     child: Child
@@ -77,6 +78,7 @@ class Member:
     retired: bool = False
     deaf: float | None = None
     hung: str = ""
+    waited: float = 0.0
     _numbers: int = 0
 
     @property
@@ -93,9 +95,15 @@ class Member:
 
     def give(self, given: Given) -> int:
         """Note the part; its number."""
+        if not self.given:
+            self.waited += given.moved - self.moved
         self._numbers += 1
         self.given[self._numbers] = given
         return self._numbers
+
+    def unsaid(self, now: float) -> float:
+        """Seconds for which it has had no task and has not told so."""
+        return self.waited + (0.0 if self.given or self.render_id is None else now - self.moved)
 
     def silent(self, now: float) -> float:
         """Seconds without a sign of work on anything it has."""

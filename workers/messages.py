@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.protocol import RowReject
+from headrace.protocol import RowReject, StageStatus
 from headrace.slots import SlotLayout
 
 
@@ -78,19 +78,19 @@ class Ready(_Message, frozen=True, tag=True):
 
 
 class Rendered(_Message, frozen=True, tag=True):
-    """The rows are in the slot. `seconds` per stage, `nbytes` read.
+    """The rows are in the slot.
 
     Attributes:
         render_id: of the renderer that did it.
         trouble: why that was the fallback's, or "".
+        stages: what it and what came before it has taken since the last answer of this kind, `wait` included.
     """
 
     job: int
     render_id: str
     trouble: str
     rejects: list[RowReject]
-    seconds: dict[str, float]
-    nbytes: int
+    stages: dict[str, StageStatus]
 
 
 class RenderFailed(_Message, frozen=True, tag=True):

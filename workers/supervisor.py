@@ -32,6 +32,7 @@ from headrace.pipeline.order import order
 from headrace.pipeline.spec import Stream
 from headrace.protocol import RowReject
 from headrace.slots import Ring, Status
+from headrace.stages import Stages
 from headrace.workers import messages
 from headrace.workers.crew import Crew
 from headrace.workers.fill import GaveUp, Part
@@ -131,8 +132,7 @@ class Supervisor:
         self, loop: Loop, crew: Crew, report: Callable[[Report], None], *, hang_timeout: float = HANG_TIMEOUT
     ) -> None:
         self.crew = crew
-        self.seconds: dict[str, float] = {}
-        self.nbytes = 0
+        self.stages = Stages()
         self.deaths = 0
         self._loop = loop
         self._report = report
@@ -141,6 +141,7 @@ class Supervisor:
         self._workers: list[Member] = []
         self._roster = Roster(crew)
         self._again: deque[Job] = deque()
+        self._lived = 0.0  # of workers that have ended
         self._stopping = False
 
     # -- for the service ------------------------------------------------------------------------------------
@@ -168,6 +169,14 @@ class Supervisor:
     def notices(self) -> list[str]:
         """What does not work as it is meant to, a sentence each."""
         return self._roster.notices
+
+    def worker_seconds(self, now: float) -> float:
+        """From the moment each worker was ready to its end or now."""
+        return self._lived + sum(now - worker.ready_since for worker in self._workers if worker.render_id is not None)
+
+    def waited(self, now: float) -> float:
+        """Seconds that workers have waited for tasks and not told yet: they do with their next answer."""
+        return sum(worker.unsaid(now) for worker in self._workers)
 
     @property
     def idle(self) -> bool:
@@ -378,9 +387,8 @@ class Supervisor:
             elif len(worker.told) > 1:
                 worker.trouble = ""
                 _warn(self._roster.works(everywhere=not any(one.trouble for one in self._workers)))
-        for stage, seconds in message.seconds.items():
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-        self.nbytes += message.nbytes
+        self.stages.merge(message.stages)
+        worker.waited = 0.0
         job = given.job
         if given.part.fallback and self.crew.fallback is not None:
             at = self._streams[job.stream]
@@ -467,10 +475,17 @@ class Supervisor:
         self._unwatch(worker)
         worker.child.close()
         self._workers.remove(worker)
+        self._account(worker, time.monotonic())
         if not worker.retired:
             self._bury(worker, status)
         self._staff()
         self._feed()
+
+    def _account(self, worker: Member, now: float) -> None:
+        """Its life is over."""
+        if worker.render_id is not None:
+            self._lived += now - worker.ready_since
+            self.stages.add("wait", worker.unsaid(now), 0)
 
     def _bury(self, worker: Member, status: int) -> None:
         now = time.monotonic()

@@ -20,6 +20,7 @@ from headrace.pipeline.index import Index
 from headrace.pipeline.render import ChunkRenderer
 from headrace.pipeline.spec import Stream
 from headrace.slots import Ring
+from headrace.stages import Clock, Stages
 from headrace.workers import messages
 from headrace.workers.messages import Convict, Leaving, Open, Ready, Render, Rendered, RenderFailed
 from headrace.workers.process import attach_to_parent
@@ -52,6 +53,8 @@ class Worker:
         self._channel = channel
         self._renderer = renderer
         self._streams: dict[int, _Stream] = {}
+        self._stages = Stages()
+        self._clock = Clock(self._stages)
 
     def run(self) -> None:
         """Until the daemon's end of the channel is closed.
@@ -60,6 +63,7 @@ class Worker:
             BackendFailed: nobody can render any more.
         """
         self._answer(Ready(render_id=self._renderer.choose().render_id, trouble=self._renderer.trouble))
+        self._clock = Clock(self._stages)
         while True:
             try:
                 frame, fds = self._channel.recv(timeout=_IDLE)
@@ -71,6 +75,7 @@ class Worker:
                 case Convict(stream=stream, index=index, reason=reason):
                     self._streams[stream].convicted[index] = reason
                 case Render() as task:
+                    self._clock.lap("wait")
                     self._answer(self._try(task))
 
     def _open(self, task: Open, ring_fd: int, index_fd: int, wholes_fd: int) -> None:
@@ -92,6 +97,7 @@ class Worker:
         except Exception as error:  # whatever it is, this chunk's readers are told and the next task is taken
             log.exception("chunk %d of epoch %d failed", task.chunk, task.epoch)
             kind, text = to_wire(error)
+        self._clock.lap("read", 0)  # it is samples that cannot be read that fail a chunk
         return RenderFailed(job=task.job, kind=kind, text=text)
 
     def _render(self, task: Render) -> Rendered:
@@ -102,15 +108,18 @@ class Worker:
                 done = at.renderer.render(task.epoch, task.chunk, at.ring.views[task.slot], task.rows, at.convicted)
                 break
             except BackendFailed as error:
+                self._clock.lap("render", 0)
                 self._renderer.failed(backend, error)  # and once more by whoever takes over, from the files on
         self._renderer.rendered(backend)
+        self._stages.merge(done.stages)
+        stages, self._stages = self._stages, Stages()
+        self._clock = Clock(self._stages)
         return Rendered(
             job=task.job,
             render_id=backend.render_id,
             trouble=self._renderer.trouble,
             rejects=done.rejects,
-            seconds=dict(done.seconds),
-            nbytes=done.nbytes,
+            stages=stages.status(),
         )
 
     def _answer(self, message: Ready | Rendered | RenderFailed) -> None:

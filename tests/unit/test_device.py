@@ -27,6 +27,7 @@ from headrace.pipeline.render import PART_PIXELS, ChunkRenderer
 from headrace.pipeline.spec import Config
 from headrace.pipeline.transforms import Params
 from headrace.slots import Ring, Status
+from headrace.stages import Lap, Stages, unmeasured
 from headrace.workers import device, messages
 from headrace.workers.device import DeviceWorker, Told, least_memory
 from headrace.workers.messages import Convict, Leaving, Open, Ready, Render, Rendered, RenderFailed
@@ -46,14 +47,19 @@ class Gated(FakeBackend):
         self.closed = threading.Event()
 
     def render(
-        self, pictures: Sequence[Picture], params: Params, out: Sequence[Any], begin: Callable[[Sequence[int]], None]
+        self,
+        pictures: Sequence[Picture],
+        params: Params,
+        out: Sequence[Any],
+        begin: Callable[[Sequence[int]], None],
+        lap: Lap = unmeasured,
     ) -> list[BadPicture | None]:
         begin(range(len(pictures)))
         self.entered.put(len(pictures))
         assert self.gate.acquire(timeout=60)
         if self.error is not None:
             raise self.error
-        return super().render(pictures, params, out, lambda _: None)
+        return super().render(pictures, params, out, lambda _: None, lap)
 
     def close(self) -> None:
         self.closed.set()
@@ -180,8 +186,13 @@ def test_chunks_are_answered_by_number_and_lie_in_their_slots(
     for chunk in range(7):
         at.check(chunk)
     assert all(isinstance(one, Rendered) and one.render_id == "fake/1" and not one.rejects for one in answers.values())
-    assert sum(one.nbytes for one in answers.values()) == sum(at.index.sizes)
-    assert {"plan", "read", "probe", "render"} <= answers[100].seconds.keys()
+    all_of_them = Stages()
+    for one in answers.values():
+        all_of_them.merge(one.stages)
+    stages = all_of_them.status()
+    assert stages.keys() == {"wait", "plan", "read", "render", "write"}
+    assert stages["read"].nbytes == sum(at.index.sizes)
+    assert [stages[name].count for name in ("wait", "read", "plan", "render")] == [1, 31, 31, 31]
     at.ask(3, job=3)
     at.answers(1)
     first, stride = at.locked[0][0], at.ring.layout.stride

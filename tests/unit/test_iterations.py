@@ -110,13 +110,15 @@ def test_a_chunk_of_two_parts_in_one_iteration_is_done_once(iterations: Iteratio
 def test_what_came_of_the_parts_is_put_together(iterations: Iterations) -> None:
     one = chunk(iterations)
     for row in range(2):
-        result = Rendered([RowReject(row, row, "x", "decode", "bad")], {"read": 0.5}, 100)
+        result = Rendered([RowReject(row, row, "x", "decode", "bad")])
+        result.stages.add("read", 0.5, nbytes=100)
         iterations.add(one, Part(STREAM, VIEW, result=result))
     taken = iterations.take()
     assert taken is not None
     iterations.rendered(taken)
     assert [reject.row for reject in one.result.rejects] == [0, 1]
-    assert (one.result.seconds["read"], one.result.nbytes) == (1.0, 200)
+    read = one.result.stages.status()["read"]
+    assert (read.count, read.seconds, read.nbytes) == (2, 1.0, 200)
 
 
 def test_a_chunk_that_cannot_be_read_is_not_done_while_a_backend_writes_to_its_slot(iterations: Iterations) -> None:

@@ -38,7 +38,8 @@ HEADINGS = {
     "ZeroMQ, daemon to client": ("ZeroMQ beside it, daemon to client", "tcp, daemon to client"),
 }
 PARTS: tuple[type[Any], ...] = (
-    SlotLayout, protocol.StreamStatus, protocol.Fingerprints, Output, MixUp, CutMix, protocol.RowReject,
+    SlotLayout, protocol.StageStatus, protocol.StreamStatus, protocol.ClientStatus, protocol.Fingerprints,
+    Output, MixUp, CutMix, protocol.RowReject,
 )  # fmt: skip
 
 by_direction = pytest.mark.parametrize("direction", DIRECTIONS)
@@ -61,6 +62,8 @@ def table(text: str) -> list[list[str]]:
 
 
 def bound(value: int | float) -> str:
+    if value == 1e12:
+        return "1e12"
     whole = int(value)
     for power in (32, 63, 64):
         if whole in (1 << power, (1 << power) - 1):
@@ -89,12 +92,14 @@ def written(kind: inspect.Type) -> str:
             return f"bytes {longest}"
         case inspect.LiteralType(values=values):
             return " | ".join(sorted(map(str, values)))
-        case inspect.ListType(item_type=item):
-            return f"list of {written(item)}"
+        case inspect.ListType(item_type=item, min_length=shortest, max_length=longest):
+            assert shortest == longest
+            return f"list of {written(item)}" if longest is None else f"list of {longest} {written(item)}"
         case inspect.TupleType(item_types=items):
             return ", ".join(map(written, items))
-        case inspect.DictType(key_type=key, value_type=value):
-            return f"map of {written(key)} to ({written(value)})"
+        case inspect.DictType(key_type=key, value_type=value, max_length=longest):
+            most = "" if longest is None else f", at most {longest}"
+            return f"map of {written(key)} to ({written(value)}){most}"
         case inspect.UnionType(types=types):
             (inner,) = (t for t in types if not isinstance(t, inspect.NoneType))
             assert len(types) == 2
@@ -195,10 +200,16 @@ triples = st.tuples(*[st.floats(0.01, 10)] * 3)
 alphas = st.floats(0.01, 10)
 lanes = st.integers(0, protocol.MAX_LANES)
 sides = st.integers(1, 1 << 16)
+seconds = st.floats(0, 1e12)
+histograms = st.lists(counts, min_size=protocol.BUCKETS, max_size=protocol.BUCKETS)
+stages = st.dictionaries(
+    st.text(max_size=32), st.builds(protocol.StageStatus, counts, seconds, counts, histograms), max_size=3
+)
+clients = st.builds(protocol.ClientStatus, *[names] * 4, seconds, *[counts] * 8, seconds, seconds, stages)
 rejects = st.lists(st.builds(protocol.RowReject, counts, counts, names, names, names), max_size=3)
 
 SOME: dict[type[Message], st.SearchStrategy[Message]] = {
-    protocol.Hello: st.builds(protocol.Hello, stream=st.none() | names, transport=names, client=names),
+    protocol.Hello: st.builds(protocol.Hello, stream=st.none() | names, transport=names, client=names, device=names),
     protocol.Ping: st.builds(protocol.Ping),
     protocol.Pong: st.builds(
         protocol.Pong,
@@ -206,9 +217,12 @@ SOME: dict[type[Message], st.SearchStrategy[Message]] = {
         version=names,
         workers=st.lists(counts, max_size=3),
         deaths=counts,
-        seconds=st.dictionaries(names, st.floats(0, 1e9), max_size=3),
-        streams=st.dictionaries(names, st.none() | st.builds(protocol.StreamStatus, *[counts] * 6), max_size=3),
+        uptime=seconds,
+        stages=stages,
+        worker_seconds=seconds,
+        streams=st.dictionaries(names, st.none() | st.builds(protocol.StreamStatus, *[counts] * 13), max_size=3),
         sessions=counts,
+        clients=st.lists(clients, max_size=2),
         address=names,
         instance=tokens,
         notices=texts,
@@ -242,6 +256,7 @@ SOME: dict[type[Message], st.SearchStrategy[Message]] = {
         max_bad=st.floats(0, 1),
         render_id=names,
         window=windows,
+        in_flight=st.integers(1, 1 << 32),
         notices=texts,
     ),
     protocol.Refused: st.builds(protocol.Refused, kind=names, text=names),
@@ -253,6 +268,9 @@ SOME: dict[type[Message], st.SearchStrategy[Message]] = {
     ),
     protocol.Release: st.builds(protocol.Release, token=tokens, request=counts),
     protocol.Cancel: st.builds(protocol.Cancel, token=tokens, request=counts),
+    protocol.Report: st.builds(
+        protocol.Report, token=tokens, batches=counts, images=counts, waited=seconds, spent=seconds, stages=stages
+    ),
     protocol.Chunk: st.builds(
         protocol.Chunk,
         request=counts,

@@ -296,7 +296,7 @@ def test_while_a_row_is_worked_on_its_status_says_so(bench: Callable[..., Bench]
     class Spy:
         render_id = "spy"
 
-        def render(self, pictures, params, out, begin):  # type: ignore[no-untyped-def]
+        def render(self, pictures, params, out, begin, lap):  # type: ignore[no-untyped-def]
             for i in range(len(pictures)):
                 begin([i])
                 seen.append(view.status.tolist())
