@@ -38,6 +38,19 @@ class _Memory(ctypes.Structure):
     _fields_ = [("version", ctypes.c_uint)] + [(n, ctypes.c_ulonglong) for n in ("total", "reserved", "free", "used")]
 
 
+class _Pci(ctypes.Structure):
+    """nvmlPciInfo_t"""
+
+    _fields_ = [
+        ("legacy", ctypes.c_char * 16),
+        ("domain", ctypes.c_uint),
+        ("bus", ctypes.c_uint),
+        ("device", ctypes.c_uint),
+        ("ids", ctypes.c_uint * 2),
+        ("text", ctypes.c_char * 32),
+    ]
+
+
 class _Process(ctypes.Structure):
     """nvmlProcessInfo_t"""
 
@@ -59,6 +72,8 @@ class Gpu:
         crowded: whether somebody who cannot be seen, in another container, uses its memory.
         uuid: as `nvidia-smi -L` prints it.
         trouble: why the driver does not tell all of this, or "".
+        bus: its place, such as "0000:3b:00.0", or "" where it is not told: the same in every process and container,
+            whatever numbers GPUs have there. The instances of one that is divided share it.
     """
 
     number: int
@@ -69,6 +84,7 @@ class Gpu:
     crowded: bool = False
     uuid: str = ""
     trouble: str = ""
+    bus: str = ""
 
     @property
     def busy(self) -> str:
@@ -249,7 +265,16 @@ def _gpu(nvml: Any, number: int, handle: _Handle) -> Gpu:
     except _Failed:  # it may be forbidden to ask
         users = ()
     crowded = not users and memory.used > _NOBODYS
-    return Gpu(number, name, memory.total, memory.free, users, crowded, uuid)
+    return Gpu(number, name, memory.total, memory.free, users, crowded, uuid, bus=_bus(nvml, handle))
+
+
+def _bus(nvml: Any, handle: ctypes.c_void_p) -> str:
+    pci = _Pci()
+    try:
+        _call(nvml, "nvmlDeviceGetPciInfo_v3", handle, ctypes.byref(pci))
+    except _Failed:  # of an instance, by some drivers
+        return ""
+    return f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}.0"
 
 
 def _running(nvml: Any, handle: ctypes.c_void_p) -> list[_Process]:

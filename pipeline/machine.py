@@ -53,12 +53,14 @@ class Choice:
         why: sentences.
         render_id: of the backend as it was tried, or "" if it was not; of GPUs of several kinds all of them, with
             " + " in between.
+        buses: where each of `devices` is, as `gpus.Gpu` says it.
     """
 
     backend: str
     devices: tuple[int, ...] = ()
     why: tuple[str, ...] = ()
     render_id: str = ""
+    buses: tuple[str, ...] = ()
 
 
 def dali() -> list[Dali]:
@@ -84,7 +86,7 @@ def choose(workers: Workers) -> Choice:
         found = _usable(workers)
         if not found.devices:
             raise ConfigError(_cannot("dali-gpu", *found.troubles))
-        return Choice("dali-gpu", found.devices, (_NAMED, *found.troubles), found.render_id)
+        return Choice("dali-gpu", found.devices, (_NAMED, *found.troubles), found.render_id, found.buses)
     if workers.backend == "dali-cpu" and (missing := lack(dali())):
         raise ConfigError(_cannot("dali-cpu", str(missing)))
     return Choice(workers.backend, (), (_NAMED,))
@@ -180,12 +182,13 @@ class _Usable:
     devices: tuple[int, ...] = ()
     troubles: tuple[str, ...] = ()
     render_id: str = ""
+    buses: tuple[str, ...] = ()
 
 
 def _best(workers: Workers) -> Choice:
     found = _usable(workers)
     if found.devices:
-        return Choice("dali-gpu", found.devices, (_FASTEST, *found.troubles), found.render_id)
+        return Choice("dali-gpu", found.devices, (_FASTEST, *found.troubles), found.render_id, found.buses)
     return Choice(_WITHOUT_GPU, (), (*found.troubles, _WITHOUT_GPU_WHY))
 
 
@@ -212,16 +215,20 @@ def _usable(workers: Workers) -> _Usable:
         return _Usable(troubles=tuple(troubles))
     from headrace.pipeline import trial  # which opens pictures, and most daemons never do
 
-    working: list[tuple[int, str]] = []
+    working: list[tuple[Gpu, str]] = []
     for gpu, tried in zip(
         candidates, trial.run("dali-gpu", candidates, hw_decoder_load=workers.hw_decoder_load), strict=True
     ):
         if tried.trouble:
             troubles.append(f"GPU {gpu.number} ({gpu.name}): {tried.trouble}")
         else:
-            working.append((gpu.number, tried.render_id))
-    devices, render_ids = [number for number, _ in working], {render_id for _, render_id in working}
-    return _Usable(tuple(devices), tuple(troubles), " + ".join(sorted(render_ids)))
+            working.append((gpu, tried.render_id))
+    return _Usable(
+        tuple(gpu.number for gpu, _ in working),
+        tuple(troubles),
+        " + ".join(sorted({render_id for _, render_id in working})),
+        tuple(gpu.bus for gpu, _ in working),
+    )
 
 
 def _trouble(workers: Workers, gpu: Gpu) -> str:

@@ -44,6 +44,8 @@ class Connection(ABC):
         members: its session's connections over tcp.
     """
 
+    #: Whether the client is on this host.
+    here = True
     #: Descriptors that it takes, beside those of connections over tcp, which are counted there.
     descriptors = 0
 
@@ -157,6 +159,8 @@ class RemoteConnection(Connection):
         identity: of the connection there.
         peer: its address.
     """
+
+    here = False
 
     def __init__(
         self, network: Network, identity: bytes, peer: str, offers: Mapping[str, Callable[[], Transport]]

@@ -9,12 +9,14 @@ max(1, spare // sessions) leases: a reader that has stopped in the middle of a c
 there are no more sessions than spare slots the workers still have somewhere to write. A session that holds its share
 gets no further delivery and causes no further computation until it releases one.
 
-Order. Sessions take turns, each with its oldest request; a chunk asked for by several is computed once.
+Order. Sessions take turns, each with its oldest request; a chunk asked for by several is computed once. A session may
+be at home at a GPU, where its batches go: while that has no room, and another one has, those of the other come first.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,6 +37,7 @@ class Session:
     """One reader of the stream.
 
     Attributes:
+        home: number of the GPU that is to compute for it first, or None.
         pending: by request, oldest first.
         ready: of these, the ones whose chunk was there when it was looked at last.
         leases: request → slot.
@@ -45,6 +48,7 @@ class Session:
     """
 
     name: str
+    home: int | None = None
     pending: OrderedDict[int, Wanted] = field(default_factory=OrderedDict)
     ready: set[int] = field(default_factory=set)
     leases: dict[int, Slot] = field(default_factory=dict)
@@ -53,6 +57,13 @@ class Session:
     hits: int = 0
     recomputed: int = 0
     last: Address = (0, 0)
+
+
+class Task(NamedTuple):
+    """A slot that is to be filled, and the home of the session whose turn it was."""
+
+    slot: Slot
+    home: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,16 +184,21 @@ class Desk:
                 found.append(Delivery(session, request, slot, wanted.first, wanted.rows))
         return found
 
-    def next_fill(self) -> Slot | None:
-        """Claim a slot for the chunk that is to be computed next; None if there is none to compute or no room."""
+    def next_fill(self, passed: Collection[int] = ()) -> Task | None:
+        """Claim a slot for the chunk that is to be computed next; None if there is none to compute or no room.
+
+        Args:
+            passed: GPUs; sessions that are at home there are passed over, and keep their turn.
+        """
         for session in list(self._sessions):
-            address = self._next_address(session)
+            address = None if session.home in passed else self._next_address(session)
             if address is None:
                 continue
             slot = self.cache.claim(address)
-            if slot is not None:
-                self._sessions.move_to_end(session)
-            return slot
+            if slot is None:
+                return None
+            self._sessions.move_to_end(session)
+            return Task(slot, session.home)
         return None
 
     def filled(self, slot: Slot, rejects: list[RowReject], render_id: str) -> None:

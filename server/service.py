@@ -16,7 +16,7 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import zmq
@@ -489,7 +489,9 @@ class Service:
             self._refuse(connection, "HeadraceError", f"the daemon has no descriptor left for one more client: {error}")
             return
         connection.token = secrets.token_bytes(16)
-        connection.session = Session(connection.name)
+        # A GPU of another host may have the same place on its bus.
+        home = self._supervisor.crew.home(connection.device) if connection.here else None
+        connection.session = Session(connection.name, home)
         at.desk.join(connection.session)
         self._by_token[connection.token] = connection
         self._by_session[connection.session] = connection
@@ -610,15 +612,21 @@ class Service:
             pass
 
     def _submit_one(self) -> bool:
+        # A GPU that has room serves those at home there first, then the others.
+        full = self._supervisor.full
+        return self._submit_next(full) or (bool(full) and self._submit_next())
+
+    def _submit_next(self, passed: Collection[int] = ()) -> bool:
         for _ in range(len(self._turns)):
             host = self._turns[0]
             self._turns.rotate(-1)
-            if host.at is None or (slot := host.at.desk.next_fill()) is None:
+            if host.at is None or (task := host.at.desk.next_fill(passed)) is None:
                 continue
+            slot, home = task
             assert slot.address is not None
             epoch, chunk = slot.address
             host.at.ring.generation[slot.number] = slot.generation
-            self._supervisor.submit(Job(host.number, epoch, chunk, slot.number, host.at.rows(chunk)))
+            self._supervisor.submit(Job(host.number, epoch, chunk, slot.number, host.at.rows(chunk), home=home))
             return True
         return False
 

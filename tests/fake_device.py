@@ -1,7 +1,7 @@
 """A stand-in for a GPU's worker: several chunks at once, answers in any order. `python -m fake_device FD PID JSON`
 
 It renders as the fake backend does. What else it does stands in the file that the variable FAKE_DEVICE names, a word,
-which it reads whenever it has something to decide: see `ORDERS`.
+which it reads whenever it has something to decide: see `ORDERS`. It notes the chunks that it was given, see `given`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,22 @@ def order() -> str:
     return Path(os.environ[VARIABLE]).read_text()
 
 
+def given(device: int) -> list[int]:
+    """The chunks that the workers of this device were given, in order."""
+    try:
+        return [int(line) for line in _notes(device).read_text().splitlines()]
+    except FileNotFoundError:
+        return []
+
+
+def _notes(device: int) -> Path:
+    return Path(f"{os.environ[VARIABLE]}.{device}")
+
+
 class Device:
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, number: int) -> None:
         self._channel = channel
+        self._number = number
         self._streams: dict[int, tuple[ChunkRenderer, Ring, dict[int, str]]] = {}
         self._tasks: list[Render] = []
         self._random = random.Random(3)
@@ -69,6 +82,8 @@ class Device:
                 case Render() as task:
                     assert not task.fallback
                     self._tasks.append(task)
+                    with _notes(self._number).open("a") as notes:
+                        notes.write(f"{task.chunk}\n")
                     assert len(self._tasks) <= IN_FLIGHT
 
     def _work(self) -> bool:
@@ -115,7 +130,7 @@ def main(argv: list[str]) -> int:
     if order() == "crash at start":
         os.kill(os.getpid(), signal.SIGSEGV)
     try:
-        Device(channel).run()
+        Device(channel, told["device"]).run()
     except Closed:
         return 0
     return 1

@@ -39,8 +39,8 @@ class Plant:
         self.supervisor.start()
         self.supervisor.open_stream(0, self.spec, self.ring, self.index, {})
 
-    def job(self, chunk: int, slot: int, epoch: int = 0) -> Job:
-        return Job(0, epoch, chunk, slot, self.truth.rows(chunk))
+    def job(self, chunk: int, slot: int, epoch: int = 0, home: int | None = None) -> Job:
+        return Job(0, epoch, chunk, slot, self.truth.rows(chunk), home=home)
 
     def step(self, timeout: float = 0.05) -> None:
         self.loop.run_once(timeout)

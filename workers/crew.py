@@ -26,6 +26,7 @@ class Crew:
         backend: of whoever renders first, a name of `headrace.pipeline.backend`, never "auto".
         processes: CPU workers. Beside devices they only take over when none of those works.
         devices: numbers of the GPUs, a worker each; empty unless the backend uses a GPU.
+        buses: where each of these is, as `headrace.pipeline.gpus.Gpu` says it; empty where nobody knows.
         threads: that read and decode, of a device worker.
         in_flight: chunks that a device worker is given at once.
         gpu_memory: bytes of its GPU that a device worker may use.
@@ -42,6 +43,7 @@ class Crew:
     gpu_memory: int = 4 << 30
     hw_decoder_load: float = 0.0
     fallback: str | None = None
+    buses: tuple[str, ...] = ()
     cpu_module: str = "headrace.workers.worker"
     device_module: str = "headrace.workers.device"
 
@@ -59,6 +61,11 @@ class Crew:
     def cpu_backend(self) -> str:
         """With which a CPU worker begins."""
         return self.fallback or self.backend if self.devices else self.backend
+
+    def home(self, bus: str) -> int | None:
+        """The device that is there; None if there is none, or several (instances of one GPU), or `bus` is empty."""
+        found = [device for device, place in zip(self.devices, self.buses, strict=False) if bus and place == bus]
+        return found[0] if len(found) == 1 else None
 
     def device_argument(self, device: int) -> str:
         """What the worker of a device is told, as JSON."""
@@ -95,6 +102,7 @@ def crew(workers: Workers, *, private: bool, chosen: Choice | None = None) -> Cr
         gpu_memory=workers.gpu_memory,
         hw_decoder_load=workers.hw_decoder_load,
         fallback=FALLBACK if chosen.backend.startswith("dali") else None,
+        buses=chosen.buses,
     )
 
 

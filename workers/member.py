@@ -17,6 +17,7 @@ class Job:
         stream: the stream's number.
         rows: how many rows the chunk has.
         only: the rows that are wanted; None for all.
+        home: the device that is to render it while it has room; None: any.
     """
 
     stream: int
@@ -25,6 +26,7 @@ class Job:
     slot: int
     rows: int
     only: tuple[int, ...] | None = None
+    home: int | None = None
     fill: Fill = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,9 +87,14 @@ class Member:
     def pid(self) -> int:
         return self.child.pid
 
+    @property
+    def works(self) -> bool:
+        """Whether it can have anything, now or when it has done something of what it has."""
+        return self.render_id is not None and self.deaf is None and self.leaving is None and not self.hung
+
     def takes(self, part: Part) -> bool:
         """Whether it can have the part now."""
-        if self.render_id is None or self.deaf is not None or self.leaving is not None or self.hung:
+        if not self.works:
             return False
         if part.alone:
             return not self.given

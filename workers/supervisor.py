@@ -183,6 +183,17 @@ class Supervisor:
         """Whether `submit` would give the job to a worker at once."""
         return all(job.fill.part().fallback for job in self._again) and self._taker(Part(())) is not None
 
+    @property
+    def full(self) -> set[int]:
+        """Devices that work and have no room: what is for them had better wait, as long as there is something for
+        others.
+        """
+        return {
+            worker.device
+            for worker in self._workers
+            if worker.device is not None and self._serves(worker) and worker.works and not worker.takes(Part(()))
+        }
+
     def start(self) -> None:
         self._staff()
 
@@ -409,13 +420,14 @@ class Supervisor:
     def _statuses(self, job: Job) -> bytes:
         return self._streams[job.stream].ring.views[job.slot].status.tobytes()
 
-    def _taker(self, part: Part) -> Member | None:
-        """Who is to have the part now: of those it may go to, and who have room, the one with the least to do, and who
-        has had nothing for longest, so that each shows now and then how it is.
+    def _taker(self, part: Part, home: int | None = None) -> Member | None:
+        """Who is to have the part now: of those it may go to, and who have room, the worker of `home`, or the one with
+        the least to do, and who has had nothing for longest, so that each shows now and then how it is.
         """
         kind = self._on_cpu if part.fallback else self._serves
         able = [worker for worker in self._workers if worker.takes(part) and kind(worker)]
-        return min(able, key=lambda worker: (len(worker.given), worker.moved), default=None)
+        away = {worker: home is not None and worker.device != home for worker in able}
+        return min(able, key=lambda worker: (away[worker], len(worker.given), worker.moved), default=None)
 
     def _on_cpu(self, worker: Member) -> bool:
         return worker.device is None
@@ -423,7 +435,7 @@ class Supervisor:
     def _feed(self) -> None:
         for job in list(self._again):
             part = job.fill.part()
-            if (worker := self._taker(part)) is not None:
+            if (worker := self._taker(part, job.home)) is not None:
                 self._again.remove(job)
                 self._give(worker, job, part)
 

@@ -202,6 +202,42 @@ def test_with_one_of_two_devices_down_the_other_renders_all(plant: Callable[...,
     assert all("the others render its chunks" in notice for notice in at.supervisor.notices)
 
 
+def test_a_device_gets_what_is_for_it_while_it_has_room_and_others_get_it_then(
+    plant: Callable[..., Plant], order: Order
+) -> None:
+    at = plant(64, devices=(0, 1))
+    at.ready(2)
+    order("hold")
+    for chunk in range(4):
+        at.supervisor.submit(at.job(chunk, chunk, home=1))
+        assert at.supervisor.full == ({1} if chunk == 3 else set())
+    assert at.supervisor.idle
+    for chunk in range(4, 8):
+        at.supervisor.submit(at.job(chunk, chunk, home=1))
+    assert at.supervisor.full == {0, 1} and not at.supervisor.idle
+    at.until(lambda: held(at, 8))
+    order("work")
+    finished(at, 8)
+    assert at.supervisor.full == set()
+    assert [fake_device.given(device) for device in (0, 1)] == [[4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_what_is_for_a_device_that_does_not_work_goes_to_the_others(plant: Callable[..., Plant], order: Order) -> None:
+    at = plant(64, devices=(0, 1))
+    at.ready(2)
+    order("hold")
+    for chunk in range(4):
+        at.supervisor.submit(at.job(chunk, chunk, home=1))
+    at.until(lambda: held(at, 4))
+    order("cannot start")
+    os.kill(at.supervisor.pids[1], signal.SIGKILL)
+    at.until(lambda: at.supervisor.notices)
+    assert 1 not in at.supervisor.full  # nobody waits for it
+    order("work")
+    finished(at, 4)
+    assert set(fake_device.given(0)) == {0, 1, 2, 3}  # in parts, for they were begun
+
+
 def test_a_picture_that_kills_the_device_and_the_cpu_worker_is_convicted_and_no_other(
     plant: Callable[..., Plant], many: Callable[[int], Path]
 ) -> None:

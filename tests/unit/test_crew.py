@@ -14,7 +14,7 @@ from headrace.workers.crew import Crew, crew
 from headrace.workers.device import least_memory
 
 GIB = 1 << 30
-TWO_GPUS = Choice("dali-gpu", (0, 3))
+TWO_GPUS = Choice("dali-gpu", (0, 3), buses=("0000:3b:00.0", "0000:5e:00.0"))
 
 
 def made(chosen: Choice, *, cpus: int, monkeypatch: pytest.MonkeyPatch, **workers: Any) -> Crew:
@@ -35,6 +35,16 @@ def test_gpus_share_the_cpus_and_have_their_chunks_beside_those_of_cpu_workers(m
     team = made(TWO_GPUS, cpus=9, monkeypatch=monkeypatch, processes=3, in_flight=5)
     assert (team.devices, team.threads, team.cpu_backend) == ((0, 3), 4, "pillow")
     assert (team.workers, team.chunks) == (5, 13)
+
+
+def test_a_client_is_at_home_at_the_gpu_at_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = made(TWO_GPUS, cpus=4, monkeypatch=monkeypatch)
+    places = ("0000:3b:00.0", "0000:5e:00.0", "0000:af:00.0", "")
+    assert [team.home(place) for place in places] == [0, 3, None, None]
+    assert made(Choice("pillow"), cpus=4, monkeypatch=monkeypatch).home("0000:3b:00.0") is None
+    divided = Choice("dali-gpu", (0, 1, 2), buses=("0000:3b:00.0", "0000:3b:00.0", ""))
+    assert made(divided, cpus=4, monkeypatch=monkeypatch).home("0000:3b:00.0") is None
+    assert made(divided, cpus=4, monkeypatch=monkeypatch).home("") is None
 
 
 def test_threads_leave_half_of_the_memory_for_pictures_unless_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:

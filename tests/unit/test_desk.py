@@ -17,18 +17,18 @@ def desk(slots: int = 4, in_flight: int = 2) -> Desk:
     return Desk(slots, in_flight, CHUNKS)
 
 
-def join(at: Desk, name: str) -> Session:
-    session = Session(name)
+def join(at: Desk, name: str, home: int | None = None) -> Session:
+    session = Session(name, home)
     at.join(session)
     return session
 
 
 def compute(at: Desk) -> tuple[int, int] | None:
-    slot = at.next_fill()
-    if slot is None:
+    task = at.next_fill()
+    if task is None:
         return None
-    address = slot.address
-    at.filled(slot, [], "fake")
+    address = task.slot.address
+    at.filled(task.slot, [], "fake")
     return address
 
 
@@ -150,9 +150,9 @@ def test_a_failed_chunk_is_told_to_all_that_wait_for_it_and_is_tried_again_when_
     a, b = join(at, "a"), join(at, "b")
     at.get(a, 1, (0, 0))
     at.get(b, 7, (0, 0))
-    slot = at.next_fill()
-    assert slot is not None
-    assert sorted((s.name, n) for s, n in at.failed(slot)) == [("a", 1), ("b", 7)]
+    task = at.next_fill()
+    assert task is not None
+    assert sorted((s.name, n) for s, n in at.failed(task.slot)) == [("a", 1), ("b", 7)]
     assert at.next_fill() is None
     at.get(a, 2, (0, 0))
     assert compute(at) == (0, 0)
@@ -175,6 +175,37 @@ def test_a_chunk_computed_twice_is_counted_as_recomputed() -> None:
         at.deliveries()
         at.release(a, n)
     assert (at.counters.computed, at.counters.recomputed) == (5, 1)
+
+
+def test_who_is_at_home_at_a_gpu_without_room_is_passed_over_keeps_its_turn_and_is_served_in_the_end() -> None:
+    at = desk(slots=12)
+    sessions = join(at, "a", 0), join(at, "b", 1), join(at, "c")
+    for first, session in zip((0, 4, 8), sessions, strict=True):
+        for n in range(3):
+            at.get(session, n, (0, first + n))
+
+    def next_of(*passed: int) -> tuple[int, int | None] | None:
+        task = at.next_fill(passed)
+        if task is None:
+            return None
+        assert task.slot.address is not None
+        return task.slot.address[1], task.home
+
+    assert [next_of(0) for _ in range(3)] == [(4, 1), (8, None), (5, 1)]
+    assert next_of(1) == (0, 0)  # it was its turn all the time
+    assert next_of() == (9, None)
+    assert [next_of(0) for _ in range(3)] == [(6, 1), (10, None), None]  # nothing but what is for the full one
+    assert [next_of() for _ in range(3)] == [(1, 0), (2, 0), None]
+
+
+def test_a_chunk_for_gpus_of_several_is_for_that_of_whose_turn_it_was() -> None:
+    at = desk()
+    for name, home in (("a", 1), ("b", 0)):
+        at.get(join(at, name, home), 1, (0, 7))
+    task = at.next_fill([1])
+    assert task is not None and (task.slot.address, task.home) == ((0, 7), 0)
+    at.filled(task.slot, [], "fake")
+    assert {delivery.session.name for delivery in at.deliveries()} == {"a", "b"}
 
 
 class Parties(RuleBasedStateMachine):
@@ -213,13 +244,15 @@ class Parties(RuleBasedStateMachine):
             assert len(delivery.session.leases) <= self.desk.share
             self.reading.append((delivery, address))
 
-    @rule()
-    def work(self) -> None:
+    @rule(passed=st.sets(st.integers(0, 1)))
+    def work(self, passed: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         if len(self.writing) >= self.in_flight:
             return
-        slot = self.desk.next_fill()
-        if slot is None:
+        task = self.desk.next_fill(passed)
+        if task is None:
             return
+        assert task.home not in passed
+        slot = task.slot
         assert not slot.leases and slot.state is State.FILLING
         assert slot.number not in {d.slot.number for d, _ in self.reading}
         assert slot.number not in {s.number for s in self.writing}

@@ -28,6 +28,7 @@ class Card:
     used: int = 0
     pids: tuple[int, ...] = ()
     lost: bool = False
+    place: tuple[int, int, int] = (0, 0x3B, 0)
 
 
 class Explain:
@@ -78,6 +79,10 @@ class Nvml:
                 text.value = self._card(handle).name.encode()
             case "nvmlDeviceGetUUID", (handle, text, _):
                 text.value = self._card(handle).uuid.encode()
+            case "nvmlDeviceGetPciInfo_v3", (handle, pci):
+                at = pci._obj
+                assert ctypes.sizeof(at) == 68  # of nvmlPciInfo_t
+                at.domain, at.bus, at.device = self._card(handle).place
             case "nvmlDeviceGetMemoryInfo_v2", (handle, memory):
                 card, at = self._card(handle), memory._obj
                 if at.version != ctypes.sizeof(at) | 2 << 24:
@@ -155,6 +160,13 @@ def test_gpus_have_a_name_memory_and_those_who_compute_on_them() -> None:
     assert f"process {os.getpid()} (" in first.busy and first.busy.endswith(f"process {1 << 30}")
     assert (second.number, second.name, second.users, second.busy) == (1, "NVIDIA Test 2", (), "")
     assert nvml.called[-1] == "nvmlShutdown"
+
+
+def test_gpus_have_a_place_that_is_written_as_torch_and_nvml_write_it() -> None:
+    nvml = Nvml([Card(), Card("NVIDIA Test 2", "GPU-bbbb", place=(0x10000, 0xAF, 0x1F))])
+    assert [gpu.bus for gpu in seen(nvml).found] == ["0000:3b:00.0", "10000:af:1f.0"]
+    nvml.failing["nvmlDeviceGetPciInfo_v3"] = 3
+    assert [(gpu.bus, gpu.trouble) for gpu in seen(nvml).found] == [("", "")] * 2
 
 
 def test_a_process_learns_what_it_holds_itself() -> None:

@@ -19,7 +19,7 @@ from headrace.pipeline.trial import Trial
 
 GIB = 1 << 30
 NO_DRIVER = Gpus(trouble="there is no NVIDIA driver")
-FREE = Gpu(0, "NVIDIA Test", 80 * GIB, 79 * GIB)
+FREE = Gpu(0, "NVIDIA Test", 80 * GIB, 79 * GIB, bus="0000:3b:00.0")
 IN_USE = Gpu(1, "NVIDIA Test", 80 * GIB, 40 * GIB, users=(1 << 30,))
 CROWDED = Gpu(2, "NVIDIA Test", 80 * GIB, 40 * GIB, crowded=True)
 FULL = Gpu(3, "NVIDIA Test", 80 * GIB, 2 * GIB)
@@ -73,7 +73,7 @@ def test_auto_is_pillow_where_there_is_no_gpu_and_tries_nothing(here: Here) -> N
 def test_auto_is_every_gpu_that_works_and_that_nobody_uses(here: Here) -> None:
     here.has(FREE, IN_USE, CROWDED, FULL, Gpu(4, "NVIDIA Test", 80 * GIB, 79 * GIB))
     chosen = choose(Workers(hw_decoder_load=1))
-    assert chosen == Choice("dali-gpu", (0, 4), chosen.why, "dali-gpu/2.4.0")
+    assert chosen == Choice("dali-gpu", (0, 4), chosen.why, "dali-gpu/2.4.0", ("0000:3b:00.0", ""))
     assert here.tried == [("dali-gpu", [0, 4], 1)]  # at once
     _, used, crowded, full = chosen.why
     assert used.startswith(f"GPU 1 (NVIDIA Test) is used by process {1 << 30}; to share it, name it in workers.devices")
