@@ -38,9 +38,11 @@ from headrace.errors import (
     from_wire,
 )
 from headrace.form import Form
+from headrace.pace import Pace
 from headrace.protocol import IMPURE, MAX_OUTSTANDING, Failed, RowReject, Welcome
 from headrace.session import Delivery, Interrupted, Refusal, Session
 from headrace.slots import Status
+from headrace.stages import Clock, Lap, unmeasured
 from headrace.transport import Transport, open_session
 
 log = logging.getLogger(__name__)
@@ -117,6 +119,7 @@ class Engine:
         welcome: the first session's; later ones must agree with it.
         transport: how rows come, or came last.
         render_ids: of what has rendered so far.
+        pace: how this is served.
     """
 
     welcome: Welcome
@@ -131,6 +134,7 @@ class Engine:
         self._transport = transport
         self._timeout = timeout
         self._exact = exact
+        self.pace = Pace()
         self._pid = os.getpid()
         # The thread is rung at `wake`, and at `stop` in a handshake; the consumer at `ready`.
         self._wake, self._stop, self._ready = Bell(), Bell(), Bell()
@@ -218,6 +222,11 @@ class Engine:
             before = time.monotonic()
             ready.wait(min(_SLICE, self._timeout - waited))
             waited += min(_SLICE, time.monotonic() - before)
+
+    def epoch_over(self) -> None:
+        """The trainer has the last batch: tell the daemon how it was."""
+        self.pace.epoch_over()
+        self._wake.ring()
 
     def _look(self, assembly: Assembly) -> Batch | None:
         """As `Assembly.take`, or what else has failed."""
@@ -362,6 +371,10 @@ class Engine:
                 self._wake.wait(None)
             return
         self._ask()
+        now = time.perf_counter()
+        self.pace.asked(len(self._outstanding), now)
+        if self.pace.due(now):
+            self._session.report(self.pace)
         answers, lost = self._session.wait(self._wake.fd)
         self._wake.clear()
         for answer in answers:
@@ -426,9 +439,10 @@ class Engine:
         bad = {reject.row: reject for reject in message.rejects}
         error: HeadraceError | None = self._check_render(message.render_id)
         copied = False
+        clock = Clock(self.pace.stages)
         try:
             if error is None:
-                copied = _copy(delivery, want, bad, form)
+                copied = _copy(delivery, want, bad, form, clock.lap)
         except ProtocolError as problem:
             error = problem
         session.release(message.request)
@@ -445,6 +459,7 @@ class Engine:
             return
         with self._locked():
             complete = assembly.arrived(want, bad)
+        clock.lap("copy")
         try:
             made = [(draft, form.make(draft, assembly.epoch)) for draft in complete]
         except BaseException:
@@ -453,6 +468,7 @@ class Engine:
                     each.discard()  # a draft is made up in place, and just once
             self._outstanding.clear()
             raise
+        clock.lap("finish", 0)
         with self._locked():
             for draft, batch in made:
                 draft.batch = batch
@@ -500,6 +516,8 @@ class Engine:
     def _take_up(self, session: Session) -> None:
         self._session, self._address, self._window = session, session.address, session.welcome.window
         self.transport = session.welcome.transport
+        self.pace.serves(session.welcome.in_flight)
+        self.pace.anew()
 
     def _leave(self, reason: str) -> None:
         session, self._session = self._session, None
@@ -512,6 +530,7 @@ class Engine:
             for assembly, want in self._outstanding.values():
                 assembly.again([want])
             self._outstanding.clear()
+        self.pace.asked(0, time.perf_counter())
 
     def _return(self) -> None:
         """One attempt to get a session again; after a failed one, a pause."""
@@ -545,8 +564,11 @@ class Engine:
         self._ready.ring()
 
 
-def _copy(delivery: Delivery, want: Want, bad: dict[int, RowReject], form: Form) -> bool:
+def _copy(delivery: Delivery, want: Want, bad: dict[int, RowReject], form: Form, lap: Lap = unmeasured) -> bool:
     """Copy the rows of a chunk to where they go; False if the slot was reused meanwhile.
+
+    Args:
+        lap: called after `finish`ing some rows, and before that after the `copy` of what lies beside the pictures.
 
     Raises:
         ProtocolError: the rows are not what the message says.
@@ -566,9 +588,11 @@ def _copy(delivery: Delivery, want: Want, bad: dict[int, RowReject], form: Form)
             source = slice(piece.first - first, piece.first - first + piece.size)
             pictures = pictures and np.array_equal(delivery.status[source], expected[source])
             row = piece.row
+            lap("copy", 0)
             for levels in delivery.images(piece.first, piece.size):
                 form.finish(levels, draft.images[row : row + len(levels)])
                 row += len(levels)
+            lap("finish", piece.size, draft.images[target].nbytes)
             draft.labels[target] = delivery.labels[source]
             draft.indices[target] = delivery.indices[source]
             if draft.texts:

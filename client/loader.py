@@ -23,6 +23,7 @@ from headrace.errors import ConfigError, StateError
 from headrace.form import Form, import_torch, library
 from headrace.mix import Mixing, check_labels
 from headrace.output import CutMix, MixUp, Output
+from headrace.pace import Work, plain, summary
 from headrace.private import PrivateDaemon
 from headrace.protocol import Welcome
 from headrace.rank import resolve
@@ -42,13 +43,17 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Epoch:
-    """What `stats` tells of an epoch: `noted` batches with `rows`; `waited` and `spent` are seconds."""
+    """What `stats` tells of an epoch: `noted` batches with `rows`; `waited` and `spent` are seconds; `begun` is the
+    work that had been done for the Loader when it began, `work` what has been done since.
+    """
 
     counts: Counts = field(default_factory=Counts)
     noted: int = 0
     rows: int = 0
     waited: float = 0.0
     spent: float = 0.0
+    begun: Work = Work()
+    work: Work = Work()
 
 
 class Loader:
@@ -281,17 +286,24 @@ class Loader:
 
         Returns:
             `transport`; `render_ids`, what has rendered so far; `epochs`, by number: `delivered` (valid rows),
-            `rejected`, `dropped` (positions), `extra` (rows that are not valid), `images_per_s`, and `wait_share`,
-            the time inside `next()` over all time.
+            `rejected`, `dropped` (positions), `extra` (rows that are not valid), `images_per_s`, `wait_share`, the time
+            inside `next()` over all time, and `headroom`, how many times as fast this Loader could have been fed, at
+            least, or None. The same for all of them together: `images_per_s` (valid rows), `wait_share`; and `stages`,
+            count, seconds and bytes of `wait` in `next()`, `copy` and `finish` of what came, in a thread beside it.
         """
+        pace = self._engine.pace
         return {
             "transport": self._engine.transport,
             "render_ids": sorted(self._engine.render_ids),
+            "images_per_s": pace.images / pace.spent if pace.spent else 0.0,
+            "wait_share": pace.waited / pace.spent if pace.spent else 0.0,
+            "stages": plain(pace.stages.status()),
             "epochs": {
                 number: asdict(e.counts)
                 | {
                     "images_per_s": e.rows / e.spent if e.spent else 0.0,
                     "wait_share": e.waited / e.spent if e.spent else 0.0,
+                    "headroom": e.work.headroom(e.spent),
                 }
                 for number, e in self._epochs.items()
             },
@@ -360,7 +372,7 @@ class Loader:
             fits = ahead is not None and (ahead.epoch, ahead.start) == self._state and not ahead.ended
             assembly = ahead if fits else self._assemble(*self._state)
             assert assembly is not None
-            self._epochs[assembly.epoch] = _Epoch(assembly.counts)
+            self._epochs[assembly.epoch] = _Epoch(assembly.counts, begun=self._engine.pace.work)
             self._ahead = self._holder = None
             self._assembly = assembly
         assert assembly is not None
@@ -392,7 +404,7 @@ class Loader:
             self._engine.begin(self._ahead, self._form)
         return batch
 
-    def _note(self, batch: Batch, rows: int, waited: float, spent: float) -> None:
+    def _note(self, batch: Batch, rows: int, waited: float, spent: float, *, last: bool) -> None:
         """Count and log; once, also if the batch is given out in a second attempt only."""
         epoch = self._epochs[batch.epoch]
         if batch.step < epoch.noted:
@@ -401,6 +413,9 @@ class Loader:
         epoch.rows += len(batch.indices)
         epoch.waited += waited
         epoch.spent += spent
+        pace = self._engine.pace
+        pace.took(int(batch.valid.sum()), waited, spent)
+        epoch.work = pace.work.since(epoch.begun)
         before = epoch.counts.rejected - len(batch.rejects)
         for reject in batch.rejects[: max(0, _LOGGED - before)]:
             log.warning("bad picture in epoch %d: %s", batch.epoch, reject)
@@ -414,6 +429,10 @@ class Loader:
                 len(batch.indices),
                 rows,
             )
+        if last:
+            self._engine.epoch_over()
+            headroom = epoch.work.headroom(epoch.spent)
+            log.info("%s", summary(batch.epoch, epoch.counts.delivered, epoch.waited, epoch.spent, headroom))
 
 
 class _Batches(Iterator[Batch]):
@@ -445,7 +464,8 @@ class _Batches(Iterator[Batch]):
                 break
             left = time.perf_counter()
             rows = len(assembly.steps.block(assembly.start, batch.step))
-            loader._note(batch, rows, left - entered, left - self._since)
+            last = batch.step == assembly.count - 1
+            loader._note(batch, rows, left - entered, left - self._since, last=last)
             self._since = left
             if assembly.handed is batch:  # and no other thread was faster
                 loader._holder = self._ref

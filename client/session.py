@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import ConnectionLost, DeadlineError, HeadraceError, ProtocolError, from_wire
-from headrace.protocol import Chunk, Failed, Goodbye, Indexing, Message, Refused, Rows, Welcome
+from headrace.pace import Pace
+from headrace.protocol import Chunk, Failed, Goodbye, Indexing, Message, Refused, Report, Rows, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,9 @@ class Session(Protocol):
     def cancel(self, request: int) -> None:
         """Take back every request up to this one."""
 
+    def report(self, pace: Pace) -> None:
+        """Say how this client is served."""
+
     def wait(self, wake: int) -> Events:
         """Everything that has arrived; waits until something has, or the descriptor `wake` is readable.
 
@@ -175,6 +179,18 @@ class Opening:
             share = 100 * message.done // message.total
             far = f"{message.done:,} of {message.total:,} {message.unit} ({share} %)"
         log.warning("stream %s is being opened: %s", message.stream, far)
+
+
+def report(token: bytes, pace: Pace) -> Report:
+    """The message of `Session.report`."""
+    return Report(
+        token=token,
+        batches=pace.batches,
+        images=pace.images,
+        waited=pace.waited,
+        spent=pace.spent,
+        stages=pace.stages.status(),
+    )
 
 
 def cut(ends: NDArray[np.int64], text: NDArray[np.uint8], first: int, size: int) -> list[bytes]:

@@ -18,8 +18,9 @@ from headrace import protocol
 from headrace.connect import LONGEST_PATH, socket_path
 from headrace.errors import ConnectionLost, ProtocolError
 from headrace.lifeline import Lifeline
+from headrace.pace import Pace
 from headrace.protocol import Cancel, Chunk, Failed, Get, Release, decode_daemon, encode
-from headrace.session import Delivery, Events, cut
+from headrace.session import Delivery, Events, cut, report
 from headrace.slots import Ring
 
 
@@ -92,6 +93,9 @@ class SharedSession:
 
     def cancel(self, request: int) -> None:
         self._send(Cancel(token=self.welcome.token, request=request))
+
+    def report(self, pace: Pace) -> None:
+        self._send(report(self.welcome.token, pace))
 
     def wait(self, wake: int) -> Events:
         poller = zmq.Poller()

@@ -23,6 +23,7 @@ from headrace import protocol
 from headrace.connect import reach
 from headrace.errors import ConnectionLost, DeadlineError, ProtocolError, from_wire
 from headrace.lifeline import Lifeline
+from headrace.pace import Pace
 from headrace.protocol import (
     Alive,
     Attach,
@@ -43,7 +44,7 @@ from headrace.protocol import (
     decode_remote_reply,
     encode,
 )
-from headrace.session import LONGEST_POLL, Delivery, Events, Interrupted, Opening, Refusal, cut
+from headrace.session import LONGEST_POLL, Delivery, Events, Interrupted, Opening, Refusal, cut, report
 from headrace.slots import SlotLayout
 
 #: Data connections of a session at most. Each is one stream of bytes, and one of ZeroMQ's threads at a time.
@@ -308,6 +309,9 @@ class RemoteSession:
         self._cancelled = max(self._cancelled, request)
         self._asked = {number: rows for number, rows in self._asked.items() if number > request}
         self._control.send(Cancel(token=self.welcome.token, request=request))
+
+    def report(self, pace: Pace) -> None:
+        self._control.send(report(self.welcome.token, pace))
 
     def wait(self, wake: int) -> Events:
         also = () if self._lifeline is None else (self._lifeline.fileno(),)
