@@ -46,6 +46,7 @@ from headrace.pipeline.values import (
     MemoryValue,
     Name,
     Patterns,
+    Place,
     Share,
     Size,
     StreamName,
@@ -322,6 +323,7 @@ class Config(_Model):
         memory: for the slots of all streams; None: the daemon's own choice.
         cache_dir: for indexes; None: `cache_folder`'s default.
         socket: who may connect.
+        metrics: where `/metrics` and `/healthz` are, HOST:PORT; None: nowhere.
         workers: who computes.
         streams: by name.
     """
@@ -334,6 +336,7 @@ class Config(_Model):
     memory: MemoryValue | None = None
     cache_dir: Folder | None = None
     socket: Socket = Socket()
+    metrics: Place | None = None
     workers: Workers = Workers()
     streams: Annotated[dict[StreamName, Stream], BeforeValidator(_streams)]
 

@@ -192,7 +192,7 @@ def _listen(value: object) -> list[str]:
 def _check_address(address: str) -> None:
     scheme, sign, path = address.partition("://")
     if sign and scheme == "tcp":
-        _check_place(address, path)
+        _check_place(address, path, "tcp://")
         return
     if not sign or scheme != "ipc" or not path.startswith("/") or path.endswith("/") or not path.isprintable():
         raise ValueError(
@@ -207,18 +207,25 @@ def _check_address(address: str) -> None:
         )
 
 
-def _check_place(address: str, place: str) -> None:
+def _check_place(address: str, place: str, before: str = "") -> None:
     host, _, port = place.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if ":" in host and bare is host:
-        raise ValueError(f"{show(address)}: an IPv6 address stands in brackets, as in tcp://[::1]:5555")
+        raise ValueError(f"{show(address)}: an IPv6 address stands in brackets, as in {before}[::1]:5555")
     if not bare or any(c.isspace() or not c.isprintable() or c in "/[]" for c in bare):
         raise ValueError(
-            f"{show(address)} is not an address: it must be tcp://HOST:PORT, HOST a name or an address of this "
-            "machine, such as tcp://127.0.0.1:5555, or * for all"
+            f"{show(address)} is not an address: it must be {before}HOST:PORT, HOST a name or an address of this "
+            f"machine, such as {before}127.0.0.1:5555, or * for all"
         )
     if port != "*" and not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
         raise ValueError(f"{show(address)}: the port must be a number from 0 to 65535; 0 or * takes a free one")
+
+
+def _place(value: object) -> str:
+    if not isinstance(value, str) or "/" in value:
+        raise ValueError('must be HOST:PORT, such as "127.0.0.1:9400"')
+    _check_place(value, value)
+    return value
 
 
 def _backend(value: object) -> str:
@@ -267,6 +274,7 @@ Share = Annotated[float, BeforeValidator(_share)]
 Name = Annotated[str, BeforeValidator(_text)]
 StreamName = Annotated[str, BeforeValidator(_stream_name)]
 Addresses = Annotated[list[str], BeforeValidator(_listen)]
+Place = Annotated[str, BeforeValidator(_place)]
 MemoryValue = Annotated[Memory, PlainValidator(Memory.parse), PlainSerializer(Memory.plain)]
 Backend = Annotated[str, BeforeValidator(_backend)]
 Count = Annotated[int | str, _count(1024)]

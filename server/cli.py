@@ -104,6 +104,7 @@ def serve(
 ) -> None:
     """Run the daemon. Prints `listening on ADDRESS` when clients can come; SIGTERM or Ctrl-C stops it, twice forces."""
     from headrace.pipeline.spec import Config
+    from headrace.server.exporter import Exporter
     from headrace.server.listener import Listener, private_folder, tcp_endpoint
     from headrace.server.service import Service
 
@@ -116,13 +117,16 @@ def serve(
             listener = Listener(Path(path), group=loaded.socket.group)
             opened.callback(listener.close)
             listeners.append(listener)
+        exporter = Exporter.at(loaded.metrics, insecure=insecure)
+        if exporter is not None:
+            opened.callback(exporter.close)
         log.info("the log is this, standard error; process %d", os.getpid())
         if insecure:
             log.warning(
                 "--insecure: anybody who reaches a port of this daemon can read its pictures and labels, and can keep "
                 "it busy; nothing is encrypted, and nobody is asked for a key"
             )
-        stopped_by = Service(loaded, listeners, endpoints).run(
+        stopped_by = Service(loaded, listeners, endpoints, exporter=exporter).run(
             lambda found: _out(*(f"listening on {address}" for address in _in_order(loaded.listen, found)))
         )
     if stopped_by == signal.SIGINT:
@@ -329,6 +333,18 @@ def ping(address: Address, timeout: Annotated[float, typer.Option(min=0.001, hel
         f"headrace {pong.version}, process {pong.pid}, {pong.sessions} sessions; streams: {streams}",
         *(f"  {notice}" for notice in pong.notices),
     )
+
+
+@app.command()
+def top(
+    address: Address,
+    once: Annotated[bool, typer.Option("--once", help="print one frame and end")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="seconds between two frames")] = 2.0,
+) -> None:
+    """Watch a daemon: what its streams, workers and clients do now. Ctrl-C ends it."""
+    from headrace.server.top import top as watch
+
+    watch(address, _out, interval=interval, once=once)
 
 
 @app.command()

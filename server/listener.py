@@ -172,7 +172,37 @@ def tcp_endpoint(address: str, *, insecure: bool) -> str:
     Raises:
         ConfigError: there is no such host, or others could reach it and must not.
     """
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host, port, loopback = _place(address.removeprefix("tcp://"), f"listen: {address}")
+    if not insecure and not loopback:
+        raise ConfigError(
+            f"listen: {address} can be reached from other hosts, where anybody could read the pictures and labels, for "
+            "nothing is encrypted and no keys are asked for: listen at a loopback address, such as "
+            f"tcp://127.0.0.1:{port}, or say `headrace serve --insecure`"
+        )
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def metrics_place(place: str, *, insecure: bool) -> tuple[str, int]:
+    """Where the metrics' port is to be bound for `HOST:PORT`: the address in numbers, and the port, 0 for a free one.
+
+    Args:
+        insecure: whether it may be one that other hosts reach.
+
+    Raises:
+        ConfigError: there is no such host, or others could reach it and must not.
+    """
+    host, port, loopback = _place(place, f"metrics: {place}")
+    if not insecure and not loopback:
+        raise ConfigError(
+            f"metrics: {place} can be reached from other hosts, where anybody could read who trains on what: take a "
+            f"loopback address, such as 127.0.0.1:{port}, or say `headrace serve --insecure`"
+        )
+    return host, 0 if port == "*" else int(port)
+
+
+def _place(place: str, what: str) -> tuple[str, str, bool]:
+    """Of `HOST:PORT` the address in numbers, IPv4 where there is one; the port; whether all of the host is loopback."""
+    host, _, port = place.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if host == "*":
         found = ["0.0.0.0"]
@@ -180,15 +210,9 @@ def tcp_endpoint(address: str, *, insecure: bool) -> str:
         try:
             found = [str(place[0]) for *_, place in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
         except (OSError, UnicodeError) as error:
-            raise ConfigError(f"listen: {address}: there is no host {host!r}: {error}") from None
-    if not insecure and not all(ipaddress.ip_address(place).is_loopback for place in found):
-        raise ConfigError(
-            f"listen: {address} can be reached from other hosts, where anybody could read the pictures and labels, for "
-            "nothing is encrypted and no keys are asked for: listen at a loopback address, such as "
-            f"tcp://127.0.0.1:{port}, or say `headrace serve --insecure`"
-        )
-    place = next((place for place in found if ":" not in place), found[0])
-    return f"tcp://[{place}]:{port}" if ":" in place else f"tcp://{place}:{port}"
+            raise ConfigError(f"{what}: there is no host {host!r}: {error}") from None
+    loopback = all(ipaddress.ip_address(place).is_loopback for place in found)
+    return next((place for place in found if ":" not in place), found[0]), port, loopback
 
 
 def private_folder() -> Path:

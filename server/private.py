@@ -56,6 +56,7 @@ def main() -> None:
 def _serve_privately(request: dict[str, Any]) -> None:
     from headrace import protocol
     from headrace.pipeline.spec import Config
+    from headrace.server.exporter import Exporter
     from headrace.server.listener import Listener, Taken, private_folder
     from headrace.server.service import Service
 
@@ -80,7 +81,12 @@ def _serve_privately(request: dict[str, Any]) -> None:
                 raise
             time.sleep(0.02)
     _log_to(log if not _in_a_dataset(log, config) else Path(os.devnull))
-    service = Service(config, [listener], private=True)
+    try:
+        exporter = Exporter.at(config.metrics, insecure=False)
+    except BaseException:
+        listener.close()
+        raise
+    service = Service(config, [listener], private=True, exporter=exporter)
     service.run(lambda addresses: _reply({"address": addresses[0], "log": str(log), "config": config.plain()}))
 
 

@@ -44,6 +44,7 @@ from headrace.protocol import (
 from headrace.server import ring_size
 from headrace.server.connection import Connection, Gone, UnixConnection
 from headrace.server.desk import Session
+from headrace.server.exporter import Exporter
 from headrace.server.listener import Listener
 from headrace.server.measures import Measures
 from headrace.server.network import TIMINGS, Timings, make_router, send
@@ -106,6 +107,7 @@ class Service:
         listeners: where clients of this host come; owned from now on.
         endpoints: where others come, `tcp://ADDRESS:PORT` in numbers.
         private: end with the last session.
+        exporter: of metrics; owned from now on.
     """
 
     def __init__(
@@ -115,12 +117,14 @@ class Service:
         endpoints: Sequence[str] = (),
         *,
         private: bool = False,
+        exporter: Exporter | None = None,
         timings: Timings = TIMINGS,
     ) -> None:
         self._config = config
         self._listeners = list(listeners)
         self._endpoints = list(endpoints)
         self._private = private
+        self._exporter = exporter
         self._loop = Loop()
         self._hosts = [_Host(i, name, spec) for i, (name, spec) in enumerate(config.streams.items())]
         self._turns = deque(self._hosts)
@@ -177,6 +181,9 @@ class Service:
         self._loop.watch(self._router, self._router_readable)
         endpoints = [self._remote.listen(endpoint) for endpoint in self._endpoints]
         self._supervisor.start()
+        if self._exporter is not None:
+            self._exporter.start()
+            log.info("metrics at %s/metrics", self._exporter.address)
         return [*(listener.address for listener in self._listeners), *endpoints]
 
     def _main_loop(self) -> None:
@@ -196,6 +203,8 @@ class Service:
 
     def _tick(self) -> None:
         self._supervisor.tick()
+        if self._exporter is not None:
+            self._exporter.publish(self.pong(), self._broken)
         now = time.monotonic()
         for connection in list(self._connections):
             if connection.stream is None and now - connection.since > _HELLO_TIMEOUT:
@@ -217,6 +226,8 @@ class Service:
         """Three phases: no new clients; those who copy may finish; everything ends. A second signal forces."""
         log.info("stopping: no new clients")
         self._stopping = True
+        if self._exporter is not None:
+            self._exporter.close()
         for listener in self._listeners:
             self._loop.unwatch(listener.socket)
             listener.stop()

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -51,6 +52,7 @@ class Daemon:
         slots: of each ring; None for the default memory.
         group: who may connect beside the user.
         tcp: listen at a port of loopback too; it stays the same when the daemon is started again.
+        metrics: at a port of loopback.
 
     Attributes:
         address, tcp_address: where it listens; the second is known once it has started.
@@ -67,12 +69,15 @@ class Daemon:
         backend: str = "pillow",
         name: str = "d",
         tcp: bool = False,
+        metrics: bool = False,
     ) -> None:
         self.address = f"ipc://{folder}/{name}.sock"
         self.config = folder / f"{name}.yaml"
         self.log = folder / f"{name}.log"
         self.tcp_address = "tcp://127.0.0.1:0" if tcp else ""
-        document = {"workers": {"processes": workers, "backend": backend}, "streams": streams}
+        document: dict[str, Any] = {"workers": {"processes": workers, "backend": backend}, "streams": streams}
+        if metrics:
+            document["metrics"] = "127.0.0.1:0"
         if slots is not None:
             document["memory"] = f"{slots} slots"
         if group is not None:
@@ -123,6 +128,11 @@ class Daemon:
     def pid(self) -> int:
         assert self.process is not None
         return self.process.pid
+
+    @property
+    def metrics_address(self) -> str:
+        """`http://HOST:PORT`, of its latest start."""
+        return re.findall(r"metrics at (http://\S+)/metrics$", self.log.read_text(), re.M)[-1]
 
     def ping(self) -> Pong:
         return ping(self.address, timeout=20.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.server.listener import Listener, Taken, private_folder, tcp_endpoint
+from headrace.server.listener import Listener, Taken, metrics_place, private_folder, tcp_endpoint
 
 
 @pytest.fixture
@@ -122,6 +122,23 @@ def test_an_address_that_others_reach_needs_the_word_insecure(host: str) -> None
     assert tcp_endpoint(f"tcp://{host}:5555", insecure=True) == f"tcp://{host.replace('*', '0.0.0.0')}:5555"
 
 
+@pytest.mark.parametrize(
+    ("place", "bound"),
+    [("127.0.0.1:9400", ("127.0.0.1", 9400)), ("localhost:*", ("127.0.0.1", 0)), ("[::1]:0", ("::1", 0))],
+)
+def test_metrics_are_bound_in_numbers(place: str, bound: tuple[str, int]) -> None:
+    assert metrics_place(place, insecure=False) == bound
+
+
+@pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]"])
+def test_metrics_that_others_reach_need_the_word_insecure(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^metrics: .*can be reached from other hosts.*127.0.0.1:9400.*--insecure"):
+        metrics_place(f"{host}:9400", insecure=False)
+    assert metrics_place(f"{host}:9400", insecure=True) == (host.strip("[]").replace("*", "0.0.0.0"), 9400)
+
+
 def test_a_host_that_is_none_is_named(path: Path) -> None:
     with pytest.raises(ConfigError, match="no host 'no.such.host.invalid'"):
         tcp_endpoint("tcp://no.such.host.invalid:5555", insecure=True)
+    with pytest.raises(ConfigError, match="metrics: no.such.host.invalid:9400: there is no host"):
+        metrics_place("no.such.host.invalid:9400", insecure=True)

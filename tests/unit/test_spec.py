@@ -248,7 +248,11 @@ def test_a_stream_is_found_by_name_or_because_it_is_the_only_one() -> None:
 REFUSED: list[tuple[str, Any, str]] = [
     ("memroy", "2GiB", "memroy: there is no such key, did you mean memory?; allowed here: cache_dir, listen, memory"),
     ("curve", {}, "curve: there is no such key"),
-    ("metrics", None, "metrics: there is no such key"),
+    ("metrics", 9400, 'metrics: 9400: must be HOST:PORT, such as "127.0.0.1:9400"'),
+    ("metrics", "127.0.0.1", 'metrics: "127.0.0.1" is not an address: it must be HOST:PORT'),
+    ("metrics", "http://127.0.0.1:9400", 'metrics: "http://127.0.0.1:9400": must be HOST:PORT, such as'),
+    ("metrics", "127.0.0.1:http", "the port must be a number from 0 to 65535"),
+    ("metrics", "::1:9400", "an IPv6 address stands in brackets, as in [::1]:5555"),
     ("memory", 0, 'memory: 0: must be bytes (2147483648), a size ("2GiB", "512MB") or "N slots", above zero'),
     ("memory", "-1GiB", "must be bytes"),
     ("memory", "2 elephants", "must be bytes"),
@@ -411,6 +415,12 @@ def test_an_address_that_cannot_be_bound_is_refused_with_the_reason(address: Any
 )
 def test_an_address_of_tcp_has_a_host_or_star_and_a_port_or_any(place: str) -> None:
     assert config(listen=["ipc:///a", f"tcp://{place}"]).listen == ["ipc:///a", f"tcp://{place}"]
+
+
+@pytest.mark.parametrize("place", ["127.0.0.1:9400", "*:0", "localhost:*", "[::1]:9400"])
+def test_metrics_have_a_host_or_star_and_a_port_or_any(place: str) -> None:
+    assert config(metrics=place).metrics == place and config().metrics is None
+    assert config(metrics=place).key() != config().key()
 
 
 def test_the_longest_path_of_a_unix_socket_is_allowed() -> None:
