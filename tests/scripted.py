@@ -196,6 +196,7 @@ class ScriptedDaemon:
         size: tuple[int, int] = (2, 3),
         slots: int = 6,
         window: int = 3,
+        in_flight: int = 2,
         bad: Iterable[int] = (),
         output: Output | None = None,
         on_bad_sample: str = "skip",
@@ -232,6 +233,7 @@ class ScriptedDaemon:
         self.instance = secrets.token_bytes(16)
         self.unix_address = self.address  # as Pong has it
         self._path, self._samples, self._window, self._split = path, samples, window, split
+        self._in_flight = in_flight
         self._labels, self._columns = labels, list(columns)
         text = 0
         if self._columns or labels == "text":
@@ -358,7 +360,7 @@ class ScriptedDaemon:
         return Welcome(
             pid=os.getpid(), token=token, endpoint=endpoint, transport=transport, stream="train",
             layout=self.layout, slots=self._ring.slots, render_id=self.render_id, window=self._window,
-            in_flight=2, **self._about,
+            in_flight=self._in_flight, **self._about,
         )  # fmt: skip
 
     def _welcome(self, channel: Channel, transport: str) -> None:

@@ -47,6 +47,44 @@ def test_a_chunk_that_several_ask_for_is_computed_once() -> None:
     assert compute(at) is None and at.counters.computed == 1
 
 
+def test_a_hit_is_a_delivery_of_what_was_computed_for_an_earlier_request() -> None:
+    at = desk()
+    first, second = join(at, "first"), join(at, "second")
+    at.get(first, 1, (0, 7))
+    at.get(first, 2, (0, 8))
+    assert (compute(at), at.waiting, at.leased) == ((0, 7), 2, 0)
+    [delivery] = at.deliveries()
+    assert (first.delivered, first.hits, at.waiting, at.leased) == (1, 0, 1, 1)
+    at.get(second, 1, (0, 7))
+    assert len(at.deliveries()) == 1
+    assert (second.delivered, second.hits, second.recomputed, at.leased) == (1, 1, 0, 1)
+    at.release(first, delivery.request)
+    at.release(second, 1)
+    assert (at.counters.delivered, at.counters.hits, at.leased) == (2, 1, 0)
+    assert (at.cache.ready, at.cache.filling) == (1, 0)
+
+
+def test_a_straggler_is_known_by_what_was_computed_again_for_it_and_how_far_it_lags() -> None:
+    at = desk(slots=3, in_flight=2)
+    leader, straggler = join(at, "leader"), join(at, "straggler")
+    for chunk in range(CHUNKS):
+        at.get(leader, chunk, (0, chunk))
+        compute(at)
+        [delivery] = at.deliveries()
+        at.release(leader, delivery.request)
+    assert (at.lag(leader), at.lag(straggler)) == (0, CHUNKS - 1)
+    at.get(straggler, 0, (0, 2))
+    assert (compute(at), at.cache.filling) == ((0, 2), 0)
+    assert len(at.deliveries()) == 1
+    assert (straggler.delivered, straggler.hits, straggler.recomputed) == (1, 0, 1)
+    assert at.lag(straggler) == CHUNKS - 3
+    at.get(leader, CHUNKS, (1, 0))
+    compute(at)
+    at.deliveries()
+    assert at.lag(straggler) == CHUNKS - 2  # epochs follow one another
+    assert (leader.hits, leader.recomputed) == (0, 0)
+
+
 def test_sessions_take_turns_each_with_its_oldest_request() -> None:
     at = desk(slots=12)
     a, b = join(at, "a"), join(at, "b")
@@ -325,6 +363,18 @@ class Parties(RuleBasedStateMachine):
         if hasattr(self, "desk"):
             pending = {(s, n): w.address for s in self.desk.sessions for n, w in s.pending.items()}
             assert pending == self.asked
+
+    @invariant()
+    def what_is_counted_is_what_there_is(self) -> None:
+        if not hasattr(self, "desk"):
+            return
+        cache, counters = self.desk.cache, self.desk.counters
+        states = [slot.state for slot in cache.slots]
+        assert (cache.ready, cache.filling) == (states.count(State.READY), states.count(State.FILLING))
+        assert self.desk.leased == sum(bool(slot.leases) for slot in cache.slots)
+        assert self.desk.waiting == len(self.asked)
+        # Who computed a chunk may never have handed it out; the first who gets it is no hit.
+        assert counters.delivered - counters.computed <= counters.hits <= counters.delivered
 
 
 TestParties = Parties.TestCase
