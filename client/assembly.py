@@ -106,6 +106,11 @@ class Counts:
     extra: int = 0
 
 
+def ahead(prefetch: int, chunk: int, steps: Steps) -> int:
+    """Batches from the one that is due on that are assembled at once, but for one chunk's sake."""
+    return max(prefetch + 1, prefetch * -(-_SMALL * chunk // steps.stride))
+
+
 class Assembly:
     """The rest of one epoch for one rank.
 
@@ -147,7 +152,7 @@ class Assembly:
         self.counts = counts
         self._layout = layout
         self._chunk = chunk = layout.chunk
-        self._ahead = max(prefetch + 1, prefetch * -(-_SMALL * chunk // steps.stride))
+        self._ahead = ahead(prefetch, chunk, steps)
         self._on_bad_sample = on_bad_sample
         self._max_bad = max_bad
         self._limit = max(TOLERATED, max_bad * steps.positions(0))

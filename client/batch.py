@@ -39,7 +39,8 @@ class Batch(Sequence[Any]):
     """A sequence of just two, `images, labels`, that knows where its rows come from. n is its number of rows.
 
     Attributes:
-        images: a tensor, or a NumPy array, of the Loader's dtype and layout: (n, 3, H, W), or (n, H, W, 3) for NHWC.
+        images: a tensor, or a NumPy array, of the Loader's dtype and layout: (n, 3, H, W), or (n, H, W, 3) for NHWC. On
+            the Loader's device it may be used by whatever is submitted to the stream that was current in `next`.
         labels: int64 or float32, (n,) or (n, k), of the same kind as `images`; texts are a list of str. Where rows are
             mixed it is float32 (n, classes).
         indices: NumPy int64 (n,): the line of the listing that each row shows; of the rejected one in a masked row.
@@ -57,6 +58,8 @@ class Batch(Sequence[Any]):
     step: int
     rejects: tuple[Reject, ...] = ()
     extra: Mapping[str, list[Any]] = field(default_factory=dict)
+    #: For the Loader: the event after which what is on a device has arrived.
+    arrival: Any = None
 
     def __len__(self) -> int:
         return 2

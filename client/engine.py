@@ -253,6 +253,10 @@ class Engine:
         if self._thread.is_alive():
             log.error("the fetching thread does not end")
 
+    def stopped(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing
+
     def _start(self) -> None:
         try:
             self._thread.start()
@@ -307,6 +311,8 @@ class Engine:
             if self._session is not None:
                 self._session.close()
             self._context.term()
+            if self._form is not None:
+                self._form.close()
             self._ready.ring()
 
     def _begin(self) -> None:

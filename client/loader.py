@@ -14,9 +14,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args
 
-from headrace.assembly import REPLACEMENTS, Assembly, Counts, OnBadSample
+from headrace.assembly import REPLACEMENTS, Assembly, Counts, OnBadSample, ahead
 from headrace.batch import Batch
 from headrace.connect import scheme
+from headrace.device import open_device
 from headrace.draws import uniforms
 from headrace.engine import ENDED, Engine, Locate
 from headrace.errors import ConfigError, StateError
@@ -27,6 +28,7 @@ from headrace.pace import Work, plain, summary
 from headrace.private import PrivateDaemon
 from headrace.protocol import Welcome
 from headrace.rank import resolve
+from headrace.staging import DevicePixels
 from headrace.steps import LastBatch, Steps
 from headrace.transport import Transport
 
@@ -79,7 +81,8 @@ class Loader:
         mixup, cutmix: `{"alpha": NUMBER}`, and labels are then float32 (n, classes); False: none; by default the
             stream's `output`. Mixed batches depend on batch and world size, see `docs/configuration.md`.
         output: `torch` or `numpy`.
-        device: None or `cpu`.
+        device: None or `cpu`; or `cuda`, `cuda:1`, a torch device: images and labels are tensors there, safe to use on
+            the stream that is current in `next()`, and `prefetch` batches lie there ready. It has never run on a GPU.
         prefetch: batches kept ready.
         transport: `shm`, through memory shared with a daemon on this host; `tcp`; or `auto`, which is `shm` wherever
             the daemon can be reached on this host.
@@ -118,8 +121,6 @@ class Loader:
         exact: bool = False,
         timeout: float = 60.0,
     ) -> None:
-        if device is not None and str(device) != "cpu":
-            raise ConfigError(f"device: {device} is not available yet; use None or 'cpu', and batch.to(device)")
         _among("transport", transport, get_args(Transport))
         self.batch_size = _whole("batch_size", batch_size, 1)
         self._prefetch = _whole("prefetch", prefetch, 0)
@@ -134,6 +135,9 @@ class Loader:
         kind = library(output)
         if kind == "torch":
             import_torch()
+        self._device = open_device(device)
+        if self._device is not None and kind != "torch":
+            raise ConfigError(f"device: {device} takes tensors; use output='torch', which hand out DLPack")
         self._rank = (
             None if rank is None else _whole("rank", rank, 0),
             None if world_size is None else _whole("world_size", world_size, 1),
@@ -145,6 +149,7 @@ class Loader:
 
         locate, self._address = _locate(source)
         self._engine = Engine(locate, stream, cast(Transport, transport), timeout=timeout, exact=exact)
+        self._staging: DevicePixels | None = None
         self._finalizer = weakref.finalize(self, self._engine.close)
         try:
             self._engine.open()
@@ -175,6 +180,7 @@ class Loader:
                 text_labels=welcome.labels == "text",
                 columns=welcome.columns,
                 mixing=_mixing(form, welcome),
+                pixels=self._staged(form, welcome, timeout),
             )
         except BaseException:
             self.close()
@@ -290,9 +296,12 @@ class Loader:
             inside `next()` over all time, and `headroom`, how many times as fast this Loader could have been fed, at
             least, or None. The same for all of them together: `images_per_s` (valid rows), `wait_share`; and `stages`,
             count, seconds and bytes of `wait` in `next()`, `copy` and `finish` of what came, in a thread beside it.
+            With a device also `device`: its `name`; `finisher`, `triton` or `torch`; `memory`, bytes that are taken
+            there at most, beside what the trainer holds or has queued; and `page_locked`, bytes of the host.
         """
-        pace = self._engine.pace
-        return {
+        staging, pace = self._staging, self._engine.pace
+        device = {} if staging is None else {"device": staging.stats(self._kept())}
+        return device | {
             "transport": self._engine.transport,
             "render_ids": sorted(self._engine.render_ids),
             "images_per_s": pace.images / pace.spent if pace.spent else 0.0,
@@ -382,6 +391,27 @@ class Loader:
         self._engine.begin(assembly, self._form, self._ahead)
         return assembly
 
+    def _staged(self, output: Output, welcome: Welcome, timeout: float) -> DevicePixels | None:
+        """The way to the device, where there is one."""
+        if self._device is not None:
+            engine = weakref.ref(self._engine)  # which refers to what is made here
+            self._staging = DevicePixels(
+                self._device,
+                output,
+                welcome.layout,
+                batch_size=self.batch_size,
+                mixing=_mixing(output, welcome),
+                timeout=timeout,
+                stopped=lambda: (it := engine()) is None or it.stopped(),
+            )
+        return self._staging
+
+    def _kept(self) -> int:
+        """Batches that are made up and not handed out, at most: of small ones more, so that workers have something to
+        do, and those that lie in one chunk with the last."""
+        chunk, steps = self._welcome.layout.chunk, self._settled()
+        return ahead(self._prefetch, chunk, steps) + -(-chunk // steps.stride)
+
     def _assemble(self, epoch: int, start: int) -> Assembly:
         return Assembly(
             epoch=epoch,
@@ -399,6 +429,8 @@ class Loader:
     def _take(self, assembly: Assembly) -> Batch | None:
         """The batch that is due; None if another thread got the last one."""
         batch = self._engine.take(assembly)
+        if batch is not None:
+            self._form.hand_over(batch)
         if assembly.taken == assembly.count and self._assembly is assembly and self._ahead is not None:
             # The trainer still works on this batch, and may validate before it comes back.
             self._engine.begin(self._ahead, self._form)

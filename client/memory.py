@@ -10,9 +10,12 @@ no part in garbage collection, so its end is always its last reference's, and no
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +25,7 @@ _SMALL = 1 << 18
 
 
 _Ref = weakref.ref[NDArray[np.uint8]]
+_Raw = Any  # mmap.mmap, or an array of ctypes, which NumPy takes and its types do not know
 
 
 class BatchMemory:
@@ -31,16 +35,25 @@ class BatchMemory:
 
     Args:
         size: bytes of a piece.
-        idle: pieces kept for reuse at most; those beyond go back to the kernel when the next one is taken.
+        idle: pieces kept for reuse at most, None: all; those beyond go back to where they came from when the next one
+            is taken.
+        fresh: gives a new piece, an array (size,) of uint8, or raises MemoryError; None: of the kernel's.
     """
 
-    def __init__(self, size: int, idle: int) -> None:
+    def __init__(self, size: int, idle: int | None, fresh: Callable[[int], NDArray[np.uint8]] | None = None) -> None:
         self._size = size
-        self._idle: deque[mmap.mmap] = deque(maxlen=idle)
-        self._lent: dict[int, tuple[_Ref, mmap.mmap]] = {}
+        self._small = fresh is None and size < _SMALL
+        self._fresh = fresh
+        self._idle: deque[_Raw] = deque(maxlen=idle)
+        self._lent: dict[int, tuple[_Ref, _Raw]] = {}
         #: References to bases that have ended. Appended by C code alone: a callback in Python would be a place where
         #: a signal's handler may run, and whatever that raises, a KeyboardInterrupt too, would be lost there.
         self._dropped: deque[_Ref] = deque()
+
+    @property
+    def pieces(self) -> int:
+        """How many there are, lent and idle."""
+        return len(self._lent) + len(self._idle)
 
     def take(self) -> NDArray[np.uint8]:
         """A writable piece, uint8 (size,); its content is arbitrary.
@@ -48,18 +61,25 @@ class BatchMemory:
         Raises:
             MemoryError: there is none.
         """
-        if self._size < _SMALL:
+        if self._small:
             return np.empty(self._size, np.uint8)
         while self._dropped:
             self._idle.append(self._lent.pop(id(self._dropped.popleft()))[1])
         try:
             raw = self._idle.pop()
         except IndexError:
-            raw = _map(self._size)
+            raw = _map(self._size) if self._fresh is None else _no_array(self._fresh(self._size))
         base: NDArray[np.uint8] = np.ndarray((self._size,), np.uint8, raw)
+        assert base.base is raw  # else what is laid over the base would not refer to it
         ref = weakref.ref(base, self._dropped.append)
         self._lent[id(ref)] = ref, raw
         return base
+
+
+def _no_array(piece: Any) -> ctypes.Array[ctypes.c_uint8]:
+    """The same memory, kept, as a buffer that is no array, nor a memoryview, behind which NumPy sees the array."""
+    kind: type[ctypes.Array[ctypes.c_uint8]] = ctypes.c_uint8 * piece.nbytes
+    return kind.from_buffer(piece)
 
 
 def _map(size: int) -> mmap.mmap:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from scripted import ScriptedDaemon, index_of, level
 from torchvision_shim import torchvision
 
-import headrace.form
 import headrace.mix
+import headrace.pixels
 from headrace.assembly import Draft
 from headrace.batch import Batch
 from headrace.errors import ConfigError, HeadraceError
@@ -413,7 +413,7 @@ def test_a_batch_for_whose_mixing_there_was_no_memory_is_assembled_anew(
             raise MemoryError("no room")
         return labels
 
-    monkeypatch.setattr(headrace.form, "mix", fail_once)
+    monkeypatch.setattr(headrace.pixels, "mix", fail_once)
     with open_loader(daemon, on_bad_sample="mask", timeout=5) as loader:
         seen: list[Batch] = []
         with pytest.raises(HeadraceError, match="no room"):
