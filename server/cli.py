@@ -367,6 +367,68 @@ def bench(
 
 
 @app.command()
+def profile(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="the YAML file; not needed with --against")
+    ] = None,
+    stream: Annotated[
+        str | None, typer.Argument(metavar="STREAM", help="which; may be left out where there is one")
+    ] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="N,N...", help="how many to try; by default one up to all", show_default=False)
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.5, max=3600, help="for each measurement of the whole chain")] = 5.0,
+    target: Annotated[
+        float | None, typer.Option(min=0.1, metavar="N", help="say what it takes to feed N images/s")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option("--against", metavar="ADDRESS", help="watch a daemon under its real load instead")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="write a page with plots, too")] = None,
+) -> None:
+    """Measure each stage and the whole chain; say what limits, by how much, and what to change."""
+    from headrace.pipeline.spec import Config
+    from headrace.server import page as pages
+    from headrace.server import profile as profiles
+    from headrace.server import report
+
+    logging.getLogger("headrace.loader").setLevel(logging.WARNING)  # its epochs are ours
+    loaded = None if config is None else Config.load(config)
+    data = []
+    if address is not None:
+        name = None if loaded is None and stream is None else stream or _only(loaded)
+        result = profiles.against(address, _progress, stream=name, seconds=seconds, target=target)
+    elif loaded is not None:
+        name, spec = loaded.stream(stream)
+        data = [Path(os.path.realpath(spec.dataset.folder))] if spec.dataset.folder is not None else []
+        result = profiles.profile(loaded, name, _progress, workers=_numbers(workers), seconds=seconds, target=target)
+    else:
+        raise ConfigError("profile: name a CONFIG, or a daemon that serves with --against ADDRESS")
+    if page is not None:
+        pages.write(result, page, data)
+        log.info("wrote %s", page)
+    _out(*([json.dumps(result.as_dict())] if as_json else report.lines(result)))
+
+
+def _only(config: Config | None) -> str | None:
+    """The stream of a configuration, if it has just one."""
+    return next(iter(config.streams)) if config is not None and len(config.streams) == 1 else None
+
+
+def _numbers(text: str | None) -> list[int]:
+    """Of `1,2,4`."""
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and 1 <= int(part[:9]) <= 4096 and len(part) < 5 for part in parts):
+        raise ConfigError(
+            f"--workers: {text!r} must be whole numbers from 1 to 4096, with commas between, such as 1,2,4"
+        )
+    return [int(part) for part in parts]
+
+
+@app.command()
 def demo(
     data: Annotated[Path | None, typer.Option("--data", help="a folder of class folders with pictures")] = None,
     address: Annotated[

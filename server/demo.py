@@ -6,23 +6,21 @@ daemon on one and the trainer on the other, over tcp.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
-import select
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from headrace.errors import ConfigError, DeadlineError, HeadraceError
+from headrace.errors import ConfigError, HeadraceError
 from headrace.loader import Loader
-from headrace.server.second_host import Host, NotPossible, two_hosts
+from headrace.server.own import serving
+from headrace.server.second_host import NotPossible, two_hosts
 
 #: Colour photos that the scikit-image package ships; each becomes a class of cut-outs.
 _PHOTOS = {
@@ -40,7 +38,6 @@ _PER_CLASS = 120
 _EPOCHS = 4
 _BATCH = 64
 _SIZE = 96
-_READY = 60.0  # seconds that the daemon on the other host may take
 
 Out = Callable[..., None]
 
@@ -162,7 +159,12 @@ def _whom(source: Any) -> str:
 def _train_on_another_host(configuration: dict[str, Any], folder: Path, out: Out) -> None:
     """One epoch more, with the daemon on one host and the trainer on another."""
     try:
-        with two_hosts() as (server, client), _serving(server, configuration, folder) as address:
+        with (
+            two_hosts() as (server, client),
+            serving(
+                configuration | {"listen": f"tcp://{server.ip}:0"}, folder, "--insecure", command=server.command
+            ) as address,
+        ):
             out(
                 f"and from another host: the daemon on {server.ip}, the trainer on {client.ip} (two network namespaces)"
             )
@@ -178,28 +180,6 @@ def _train_on_another_host(configuration: dict[str, Any], folder: Path, out: Out
                 raise HeadraceError(f"the trainer on the other host ended with status {trainer.returncode}")
     except NotPossible as error:
         out(f"two hosts cannot be played on this machine: {error}")
-
-
-@contextlib.contextmanager
-def _serving(host: Host, configuration: dict[str, Any], folder: Path) -> Iterator[str]:
-    """A daemon on that host; its address."""
-    file = folder / "headrace.yaml"
-    file.write_text(json.dumps(configuration | {"listen": f"tcp://{host.ip}:0"}))  # JSON is YAML
-    command = host.command(sys.executable, "-m", "headrace.server", "serve", "--insecure", str(file))
-    with (folder / "daemon.log").open("wb") as log:
-        daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log)
-    assert daemon.stdout is not None
-    try:
-        ready, _, _ = select.select([daemon.stdout], [], [], _READY)
-        line = daemon.stdout.readline().decode() if ready else ""
-        if not line.startswith("listening on "):
-            said = (folder / "daemon.log").read_text()[-2000:]
-            raise DeadlineError(f"the daemon on the other host does not get ready: {said}")
-        yield line.removeprefix("listening on ").strip()
-    finally:
-        daemon.terminate()
-        daemon.wait(_READY)
-        daemon.stdout.close()
 
 
 def _network(classes: int) -> Any:

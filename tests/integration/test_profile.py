@@ -1,0 +1,139 @@
+"""`headrace profile` names what limits, in three cases that are staged: a slow source, large photos, a slow trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from service import Daemon, stream
+
+import headrace
+from headrace.errors import HeadraceError
+
+HEADRACE = [sys.executable, "-m", "headrace.server"]
+
+
+def profiled(*arguments: object, site: Path | None = None) -> dict[str, Any]:
+    """What a run says as JSON; `site` is on the path of it and of all that it starts."""
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])] if site is not None else []
+    environment = os.environ | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
+    command = [*HEADRACE, "profile", *map(str, arguments), "--json"]
+    done = subprocess.run(command, capture_output=True, timeout=100, check=False, env=environment)
+    assert done.returncode == 0, done.stderr.decode()
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def written(home: Path, of: dict[str, Any], **workers: Any) -> Path:
+    file = home / "headrace.yaml"
+    file.write_text(
+        yaml.safe_dump({"workers": {"processes": 1, "backend": "pillow"} | workers, "streams": {"train": of}})
+    )
+    return file
+
+
+def test_a_throttled_source_is_named(photos: Path, home: Path) -> None:
+    """Every read takes 20 ms, as on a network disk far away, where rendering takes one or two."""
+    (home / "site").mkdir()
+    (home / "site" / "sitecustomize.py").write_text(
+        "import os, time\n"
+        "really = os.read\n"
+        "def read(fd, size):\n"
+        "    if os.readlink(f'/proc/self/fd/{fd}').endswith('.jpg'):\n"
+        "        time.sleep(0.02)\n"
+        "    return really(fd, size)\n"
+        "os.read = read\n"
+    )
+    found = profiled(written(home, stream(photos)), "--seconds", 1, "--workers", 1, site=home / "site")
+    assert found["verdict"]["stage"] == "read", found
+    assert found["headroom"]["then"] == "decode"
+    assert found["headroom"]["rate"] > 2 * found["chains"][0]["images_per_s"]
+    alone = {one["stage"]: one["seconds"] for one in found["alone"]}
+    assert alone["read"] > 0.02 > alone["chunk"]
+    assert any("workers: {processes:" in line for advice in found["advice"] for line in advice["lines"])
+    assert any("one disk" in reason for reason in found["distrust"])
+
+
+def test_large_photos_are_named(home: Path) -> None:
+    """Of 24 megapixels, shown at 64 by 64."""
+    (home / "large" / "a").mkdir(parents=True)
+    across, down = np.meshgrid(np.arange(6000), np.arange(4000))
+    Image.fromarray((across // 16 ^ down // 16).astype(np.uint8)).convert("RGB").save(home / "large" / "a" / "0.jpg")
+    for i in range(1, 8):
+        os.link(home / "large" / "a" / "0.jpg", home / "large" / "a" / f"{i}.jpg")
+    page = home / "report.html"
+    of = stream(home / "large", size=64, chunk=2)
+    found = profiled(written(home, of), "train", "--seconds", 1, "--workers", 1, "--target", 500, "--html", page)
+    assert found["verdict"]["stage"] == "decode", found
+    assert "24.00 megapixels" in found["what"]
+    lines = [line for advice in found["advice"] for line in advice["lines"]]
+    assert lines[0] == "workers: {processes: auto}" or "decode: {dct_scaling: true}" in lines
+    assert "decode: {dct_scaling: true}" in lines
+    assert any("500 images/s take" in advice["text"] for advice in found["target"])
+    assert page.read_text().startswith("<!doctype html>") and "24.00 megapixels" in page.read_text()
+
+
+@pytest.fixture
+def slow_trainer() -> Any:
+    """`slow_trainer(address)`: takes a batch, and trains for a tenth of a second."""
+    stop = threading.Event()
+    threads = []
+
+    def start(address: str) -> None:
+        ready = threading.Event()
+
+        def train() -> None:
+            with headrace.Loader(address, batch_size=8, output="numpy", rank=0, world_size=1) as loader:
+                while not stop.is_set():
+                    for _ in loader:
+                        ready.set()
+                        if stop.wait(0.1):
+                            break
+
+        threads.append(thread := threading.Thread(target=train))
+        thread.start()
+        assert ready.wait(60)
+
+    yield start
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+
+
+def test_a_slow_trainer_is_named(photos: Path, home: Path, slow_trainer: Callable[[str], None]) -> None:
+    with Daemon(home, {"train": stream(photos)}, workers=1, slots=16) as daemon:
+        with pytest.raises(AssertionError, match="no trainer is there"):
+            profiled("--against", daemon.address, "--seconds", 0.5)
+        slow_trainer(daemon.address)
+        time.sleep(1.5)  # until its first report
+        found = profiled("--against", daemon.address, "--seconds", 2.5)
+        assert found["verdict"]["stage"] == "trainer", found
+        assert found["chains"][0]["waited"] < 0.05
+        assert found["chains"][0]["images_per_s"] == pytest.approx(80, rel=0.5)
+        assert found["potential"] > 100
+        with pytest.raises(AssertionError, match="there is no stream"):
+            profiled(daemon.config, "other", "--against", daemon.address)
+
+
+def test_what_is_missing_is_said() -> None:
+    done = subprocess.run([*HEADRACE, "profile"], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert b"name a CONFIG" in done.stderr
+
+
+def test_a_daemon_that_does_not_start_is_an_error(home: Path) -> None:
+    from headrace.server.own import serving
+
+    with pytest.raises(HeadraceError, match="does not get ready.*streams"), serving({"listen": "ipc:///x"}, home):
+        pass
