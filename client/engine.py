@@ -114,6 +114,7 @@ class Engine:
         transport: `shm`, `tcp`, or `auto` for what suits the address.
         timeout: seconds without progress after which a wait ends with an error.
         exact: whether every chunk must be rendered by what `Welcome` said.
+        device: PCI bus id of the GPU that batches go to; "": none.
 
     Attributes:
         welcome: the first session's; later ones must agree with it.
@@ -127,13 +128,21 @@ class Engine:
     render_ids: set[str]
 
     def __init__(
-        self, locate: Locate, stream: str | None, transport: Transport, *, timeout: float, exact: bool
+        self,
+        locate: Locate,
+        stream: str | None,
+        transport: Transport,
+        *,
+        timeout: float,
+        exact: bool,
+        device: str = "",
     ) -> None:
         self._locate = locate
         self._stream = stream
         self._transport = transport
         self._timeout = timeout
         self._exact = exact
+        self._device = device
         self.pace = Pace()
         self._pid = os.getpid()
         # The thread is rung at `wake`, and at `stop` in a handshake; the consumer at `ready`.
@@ -516,8 +525,9 @@ class Engine:
     def _open(self) -> Session:
         address = self._locate(timeout=self._timeout, stop=self._stop.fd)
         return open_session(
-            address, self._stream, self._transport, self._context, timeout=self._timeout, stop=self._stop.fd
-        )
+            address, self._stream, self._transport, self._context, timeout=self._timeout, stop=self._stop.fd,
+            device=self._device,
+        )  # fmt: skip
 
     def _take_up(self, session: Session) -> None:
         self._session, self._address, self._window = session, session.address, session.welcome.window

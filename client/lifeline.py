@@ -27,19 +27,23 @@ class Lifeline:
         self.fds = fds
 
     @classmethod
-    def open(cls, address: str, stream: str | None, transport: str, *, timeout: float, stop: int) -> Lifeline:
+    def open(
+        cls, address: str, stream: str | None, transport: str, *, timeout: float, stop: int, device: str = ""
+    ) -> Lifeline:
         """Connect, say `Hello` and wait for `Welcome`.
 
         Args:
             address: `ipc://PATH`.
             transport: how chunks are to come, `shm` or `tcp`.
+            device: as `open_session`.
 
         Raises:
             as `open_session`.
         """
         channel = connect(address, timeout=timeout)
         try:
-            channel.post(encode(Hello(stream=stream, transport=transport, client=f"pid {os.getpid()}")))
+            client = f"pid {os.getpid()}"
+            channel.post(encode(Hello(stream=stream, transport=transport, client=client, device=device)))
             return cls(channel, *_handshake(channel, Opening(address, timeout), stop))
         except Closed:
             _hang_up(channel)

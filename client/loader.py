@@ -148,7 +148,8 @@ class Loader:
         self._steps: Steps | None = None
 
         locate, self._address = _locate(source)
-        self._engine = Engine(locate, stream, cast(Transport, transport), timeout=timeout, exact=exact)
+        bus = "" if self._device is None else self._device.bus
+        self._engine = Engine(locate, stream, cast(Transport, transport), timeout=timeout, exact=exact, device=bus)
         self._staging: DevicePixels | None = None
         self._finalizer = weakref.finalize(self, self._engine.close)
         try:

@@ -14,8 +14,8 @@ is Beta(α, α): exact for every α > 0, without rejection. λ is rounded to a m
 of float32, and a last bit in which mathematics libraries differ is lost, but for one draw in 10⁸ or so.
 
 The functions take arrays, and tensors on any device; none has been on a GPU yet. On the host the Loader uses them on
-arrays, in the thread that finishes: torch would start threads of its own, and each call may wait for the interpreter, so
-they are few. On a device it submits them behind finishing.
+arrays, in the thread that finishes: torch would start threads of its own, and each call may wait for the interpreter,
+so they are few. On a device it submits them behind finishing.
 """
 
 from __future__ import annotations

@@ -68,10 +68,17 @@ class SharedSession:
 
     @classmethod
     def open(
-        cls, address: str, stream: str | None, context: zmq.Context[zmq.Socket[bytes]], *, timeout: float, stop: int
+        cls,
+        address: str,
+        stream: str | None,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        timeout: float,
+        stop: int,
+        device: str = "",
     ) -> SharedSession:
         """As `open_session`, at an address `ipc://PATH`."""
-        lifeline = Lifeline.open(address, stream, "shm", timeout=timeout, stop=stop)
+        lifeline = Lifeline.open(address, stream, "shm", timeout=timeout, stop=stop, device=device)
         try:
             ring = _attach(address, lifeline)
             try:

@@ -278,10 +278,10 @@ class RemoteSession:
 
     @classmethod
     def open_here(
-        cls, address: str, stream: str | None, context: Context, *, timeout: float, stop: int
+        cls, address: str, stream: str | None, context: Context, *, timeout: float, stop: int, device: str = ""
     ) -> RemoteSession:
         """As `open_session`, at an address `ipc://PATH`: the session begins and ends on the Unix socket."""
-        lifeline = Lifeline.open(address, stream, "tcp", timeout=timeout, stop=stop)
+        lifeline = Lifeline.open(address, stream, "tcp", timeout=timeout, stop=stop, device=device)
         context.set(zmq.IO_THREADS, lanes_wanted())
         lanes = Lanes()
         try:

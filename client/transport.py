@@ -30,6 +30,7 @@ def open_session(
     *,
     timeout: float,
     stop: int,
+    device: str = "",
 ) -> Session:
     """Connect, say `Hello` and wait for `Welcome`, however long the listing takes while it makes progress.
 
@@ -38,6 +39,7 @@ def open_session(
         stream: its name, or None where there is just one.
         timeout: seconds without progress.
         stop: a descriptor; when it becomes readable, `Interrupted` is raised.
+        device: PCI bus id of the GPU that batches go to; "": none. A daemon on another host is not told.
 
     Raises:
         Refusal: the daemon says no.
@@ -61,8 +63,8 @@ def open_session(
     if remote:
         return RemoteSession.open(address, stream, context, timeout=timeout, stop=stop)
     if transport == "tcp":
-        return RemoteSession.open_here(address, stream, context, timeout=timeout, stop=stop)
-    return SharedSession.open(address, stream, context, timeout=timeout, stop=stop)
+        return RemoteSession.open_here(address, stream, context, timeout=timeout, stop=stop, device=device)
+    return SharedSession.open(address, stream, context, timeout=timeout, stop=stop, device=device)
 
 
 def _on_this_host(address: str, *, timeout: float, stop: int) -> str | HeadraceError:

@@ -266,6 +266,7 @@ def test_epochs_arrive_whole_and_in_order_while_the_trainer_lags_behind(
             images = np.concatenate(found).reshape(-1, 72)
             assert (images == np.array([level(epoch, p) for p in positions], np.uint8)[:, None]).all()
         stats = loader.stats()["device"]
+    assert [hello.device for hello in daemon.hellos] == [device.bus]
     assert stats["name"] == "late:0" and stats["finisher"] == "torch"
     assert 0 < stats["page_locked"] == sum(map(len, device.locked))
 
