@@ -93,14 +93,14 @@ class Alone:
 class Forecast:
     """
     Attributes:
-        workers, cpus: of how many.
+        workers, cpus: of how many; of CPUs what others leave, where it was measured.
         rate: images per second that they are said to give.
         basis: workers of the measurement that says it.
         measured: images per second that they gave; None: it was not tried.
     """
 
     workers: int
-    cpus: int
+    cpus: float
     rate: float
     basis: int
     measured: float | None = None
@@ -236,7 +236,8 @@ def profile(
     best = verdict.fastest(measured.chains)
     found = verdict.judge(best)
     model = Model.of(best, here.cpus)
-    limits = model.limits(best.workers, here.cpus)
+    free = best.free(here.cpus)
+    limits = model.limits(best.workers, free)
     forecasts = _forecasts(measured.chains, here.cpus)
     basis = next(chain for chain in measured.chains if chain.workers == forecasts[-1].basis)
     setting = _setting(stream, team, stages, here.cpus)
@@ -248,13 +249,13 @@ def profile(
         chains=tuple(measured.chains),
         handing=measured.handing,
         verdict=found,
-        headroom=verdict.headroom(model, found.stage, best.workers, here.cpus),
+        headroom=verdict.headroom(model, found.stage, best.workers, free),
         potential=_finite(min(limits["workers"], limits["cpus"])),
         forecasts=tuple(forecasts),
         distrust=tuple(verdict.distrust(basis, here, forecasts[-1].workers, forecasts[-1].cpus)),
         memory=measured.memory,
         advice=tuple(verdict.advise(found, best, model, setting)),
-        target=_reached(target, model, best.workers, here.cpus, stages.nbytes),
+        target=_reached(target, model, best.workers, here.cpus, free, stages.nbytes),
     )
 
 
@@ -279,8 +280,10 @@ def _setting(stream: Stream, team: Crew, stages: _Stages, here: int) -> Setting:
     )
 
 
-def _reached(target: float | None, model: Model, workers: int, here: int, nbytes: float) -> tuple[Advice, ...] | None:
-    return None if target is None else tuple(verdict.reach(target, model, workers, here, nbytes))
+def _reached(
+    target: float | None, model: Model, workers: int, here: int, free: float, nbytes: float
+) -> tuple[Advice, ...] | None:
+    return None if target is None else tuple(verdict.reach(target, model, workers, here, free, nbytes))
 
 
 def _gpu_is_free() -> bool:
@@ -293,7 +296,9 @@ def _forecasts(chains: Sequence[Chain], here: int) -> list[Forecast]:
     first, largest = verdict.base(chains), max(chains, key=lambda chain: chain.workers)
     model = Model.of(first, here)
     found = [
-        Forecast(chain.workers, here, model.rate(chain.workers, here), first.workers, chain.rate)
+        Forecast(
+            chain.workers, chain.free(here), model.rate(chain.workers, chain.free(here)), first.workers, chain.rate
+        )
         for chain in sorted(chains, key=lambda chain: chain.workers)
         if chain is not first
     ]
@@ -727,7 +732,9 @@ def against(
         distrust=(),
         memory=None,
         advice=tuple(verdict.advise(found, chain, model, setting)),
-        target=_reached(target, model, chain.workers, chain.workers, chain.nbytes / max(1, chain.rendered)),
+        target=_reached(
+            target, model, chain.workers, chain.workers, chain.workers, chain.nbytes / max(1, chain.rendered)
+        ),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from headrace.server.profile import Memory, Profile
-from headrace.server.verdict import OTHER_STAGES, Advice, Chain
+from headrace.server.verdict import OTHER_STAGES, Advice, Chain, off
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
@@ -63,14 +63,15 @@ def _chains(profile: Profile) -> Iterator[str]:
     cpus = profile.machine.cpus if profile.machine is not None else 0
     head = ["workers", "images/s", *(f"{name} %" for name in stages), "idle %"]
     yield from _table(
-        head + (["CPUs used"] if cpus else ["trainers wait %"]),
+        head + (["CPUs used", "by others"] if cpus else ["trainers wait %"]),
         [
             [
                 str(chain.workers),
                 f"{chain.rate:,.0f}",
                 *(f"{share:.0%}".rstrip("%") for share in _shares(chain, stages)),
                 f"{chain.idle:.0%}".rstrip("%"),
-                f"{chain.used(cpus) * cpus:.2f}" if cpus else f"{chain.waited:.0%}".rstrip("%"),
+                *([f"{chain.used:.2f}", f"{(chain.others + chain.stolen) * cpus:.2f}"] if cpus else []),
+                *([] if cpus else [f"{chain.waited:.0%}".rstrip("%")]),
             ]
             for chain in profile.chains
         ],
@@ -85,14 +86,11 @@ def _shares(chain: Chain, stages: Sequence[str]) -> list[float]:
 
 def _forecasts(profile: Profile) -> Iterator[str]:
     for one in profile.forecasts:
-        basis = f"measured with {one.basis}"
+        cpus = f"{one.cpus:.1f}".removesuffix(".0")
+        said = f"prediction: {one.workers} workers on {cpus} CPUs {one.rate:,.0f} images/s (measured with {one.basis})"
         if one.measured is not None:
-            yield (
-                f"prediction: {one.workers} workers on {one.cpus} CPUs {one.rate:,.0f} images/s ({basis}); they gave "
-                f"{one.measured:,.0f}, so it is {one.rate / one.measured - 1:+.0%} off"
-            )
-        else:
-            yield f"prediction: {one.workers} workers on {one.cpus} CPUs {one.rate:,.0f} images/s ({basis})"
+            said += f"; they gave {one.measured:,.0f}, so it is {off(one.rate, one.measured):+.0%} off"
+        yield said
     for reason in profile.distrust:
         yield f"  not to be trusted: {reason}"
 

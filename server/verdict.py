@@ -116,9 +116,14 @@ class Chain:
         workers = self.cpu.get("workers", 0.0) / max(1, self.rendered)
         return workers + (self.cpu.get("daemon", 0.0) + self.cpu.get("client", 0.0)) / max(1, self.images)
 
-    def used(self, cpus: int) -> float:
-        """Share of so many CPUs' time that all processes took."""
-        return sum(self.cpu.values()) / (self.seconds * cpus) if self.seconds else 0.0
+    @property
+    def used(self) -> float:
+        """CPUs that all processes kept busy."""
+        return sum(self.cpu.values()) / self.seconds if self.seconds else 0.0
+
+    def free(self, cpus: int) -> float:
+        """How many of so many CPUs others left."""
+        return max(self.used, cpus * (1.0 - self.others - self.stolen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +243,7 @@ class Model:
     """What a picture costs, and so what n workers on m CPUs give. Everything in seconds for a picture.
 
     Attributes:
-        stages: of a worker, by stage.
+        stages: of a worker, by stage, without what it waited for a CPU.
         cpu: of a CPU, of the same, by stage: what it waits for a disk is none of it.
         others: CPU time of daemon and consumer.
         client: of a consumer, by stage.
@@ -259,20 +264,21 @@ class Model:
         stages = chain.per_image
         own = chain.cpu.get("workers", chain.busy) / max(1, chain.rendered)
         computing = sum(seconds for stage, seconds in stages.items() if stage != "read")
-        # More workers than CPUs wait for each other, so their stages take longer than the CPU time in them.
+        # Who has to wait for a CPU, for other workers or for other people's processes, takes longer in every stage.
         shrink = min(1.0, own / computing) if computing else 1.0
         cpu = {stage: seconds * shrink for stage, seconds in stages.items() if stage != "read"}
+        stages = {stage: cpu.get(stage, seconds) for stage, seconds in stages.items()}
         if "read" in stages:
             cpu["read"] = min(stages["read"], max(0.0, own - computing))
         others = (chain.cpu.get("daemon", 0.0) + chain.cpu.get("client", 0.0)) / max(1, chain.images)
         plain = cls(stages, cpu, others, dict(chain.client), chain.consumers)
-        says = plain.rate(chain.workers, cpus)
+        says = plain.rate(chain.workers, chain.free(cpus))
         # Who was without work for want of requests could have done more than it did.
         seen = chain.rate / max(1e-9, 1.0 - chain.idle) if chain.idle < _IDLE else 0.0
         scale = min(1.0, seen / says) if seen and math.isfinite(says) else 1.0
         return cls(stages, cpu, others, dict(chain.client), chain.consumers, scale)
 
-    def limits(self, workers: int, cpus: int) -> dict[str, float]:
+    def limits(self, workers: int, cpus: float) -> dict[str, float]:
         """Images per second that `workers`, `cpus` and `client` allow."""
         return {
             "workers": self.scale * _rate(workers, sum(self.stages.values())),
@@ -280,11 +286,11 @@ class Model:
             "client": _rate(self.consumers, sum(self.client.values())),
         }
 
-    def rate(self, workers: int, cpus: int) -> float:
+    def rate(self, workers: int, cpus: float) -> float:
         """Images per second of so many workers on so many CPUs."""
         return min(self.limits(workers, cpus).values())
 
-    def limiting(self, workers: int, cpus: int) -> str:
+    def limiting(self, workers: int, cpus: float) -> str:
         """The stage that limits them."""
         limits = self.limits(workers, cpus)
         match min(limits, key=lambda name: limits[name]):
@@ -321,7 +327,7 @@ def _rate(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else math.inf
 
 
-def headroom(model: Model, stage: str, workers: int, cpus: int) -> Headroom | None:
+def headroom(model: Model, stage: str, workers: int, cpus: float) -> Headroom | None:
     """What the chain would give with this stage for nothing; None where it is none of the chain, or the only one."""
     free = model.without(stage)
     rate = free.rate(workers, cpus)
@@ -330,7 +336,7 @@ def headroom(model: Model, stage: str, workers: int, cpus: int) -> Headroom | No
     return Headroom(stage, rate, free.limiting(workers, cpus))
 
 
-def distrust(chain: Chain, machine: Machine, workers: int, cpus: int) -> list[str]:
+def distrust(chain: Chain, machine: Machine, workers: int, cpus: float) -> list[str]:
     """Why what is carried over from this measurement to so many workers and CPUs may be wrong."""
     reasons = []
     if machine.cores < machine.cpus and (cpus > machine.cores or chain.workers > machine.cores):
@@ -545,14 +551,14 @@ def _on_finishing(setting: Setting, chain: Chain) -> list[Advice]:
     return found or [Advice("a consumer copies as fast as its memory allows: several trainers take more together")]
 
 
-def reach(target: float, model: Model, workers: int, cpus: int, nbytes: float) -> list[Advice]:
+def reach(target: float, model: Model, workers: int, cpus: int, free: float, nbytes: float) -> list[Advice]:
     """What it takes to feed so many images per second.
 
     Args:
-        workers, cpus: that there are.
+        workers, cpus: that there are; free: how many of the CPUs others leave.
         nbytes: of a file.
     """
-    limits = model.limits(workers, cpus)
+    limits = model.limits(workers, free)
     now = min(limits.values())
     if now >= target:
         return [Advice(f"{target:,.0f} images/s are fed already: {workers} workers give {now:,.0f}")]

@@ -225,7 +225,7 @@ def test_the_report_has_it_all() -> None:
         assert piece in text
     assert "7,000 images/s" in text
     (row,) = [line for line in text.splitlines() if line.startswith("2  ")]
-    assert row.split() == ["2", "500", "10", "80", "10", "1.70"]
+    assert row.split() == ["2", "500", "10", "80", "10", "1.70", "0.00"]
 
 
 def test_the_report_says_what_faster_takers_would_get() -> None:

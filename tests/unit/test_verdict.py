@@ -109,6 +109,20 @@ def test_what_crowded_workers_wait_for_a_cpu_is_none_of_their_cpu_time() -> None
     assert sum(model.cpu.values()) == pytest.approx(0.00195, rel=0.01)
 
 
+def test_a_busy_machine_is_seen_through() -> None:
+    """Others took half of the CPUs, so every stage took twice as long: the model is of a quiet machine, and says what
+    that one gave with what was left."""
+    busy = replace(
+        ONE, workers=2, images=950, rendered=950, others=0.5,
+        stages={name: 4.0 / 2.0 * seconds for name, seconds in ONE.stages.items()},
+        cpu={who: 0.95 * seconds for who, seconds in ONE.cpu.items()},
+    )  # fmt: skip
+    assert busy.free(2) == pytest.approx(1.0, abs=0.01)
+    model = Model.of(busy, cpus=2)
+    assert model.rate(2, busy.free(2)) == pytest.approx(475, rel=0.02)
+    assert model.rate(1, 2) == pytest.approx(1 / 0.00216, rel=0.02)  # reading takes what it takes
+
+
 def test_what_the_model_leaves_out_is_in_its_scale() -> None:
     hindered = replace(ONE, images=900, rendered=1000)
     assert Model.of(hindered, cpus=4).rate(1, 4) == pytest.approx(450)
@@ -242,8 +256,8 @@ def test_a_ring_that_is_too_small_is_named() -> None:
 
 def test_the_target_says_what_it_takes() -> None:
     model = Model.of(ONE, cpus=2)
-    text = texts(verdict.reach(5000, model, 2, 2, 100_000))
+    text = texts(verdict.reach(5000, model, 2, 2, 2.0, 100_000))
     assert "5,000 images/s take 10 workers and 11 CPUs" in text and "500 MB/s" in text
     assert "workers: {processes: 10}" in text and "consumer" not in text
-    assert "are fed already" in texts(verdict.reach(900, model, 2, 2, 100_000))
-    assert "3 trainers" in texts(verdict.reach(25_000, model, 2, 2, 100_000))
+    assert "are fed already" in texts(verdict.reach(900, model, 2, 2, 2.0, 100_000))
+    assert "3 trainers" in texts(verdict.reach(25_000, model, 2, 2, 2.0, 100_000))
