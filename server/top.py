@@ -19,19 +19,20 @@ from rich.text import Text
 from headrace.errors import HeadraceError
 from headrace.ping import ping
 from headrace.pipeline.index import shown
-from headrace.protocol import ClientStatus, Pong, StreamStatus
+from headrace.protocol import Pong, StreamStatus
 from headrace.server import rates
-from headrace.server.rates import StageRate
 
 #: Seconds over which rates are taken, where the daemon has been watched for so long: clients report once a second.
 _WINDOW = 5.0
 #: Seconds that an answer may take.
 _TIMEOUT = 5.0
 #: Cells of a bar, and columns where nobody folds.
-_BAR = 20
+_BAR = 10
 _WIDE = 200
 #: Stages that are the daemon's own: their time is its, and not the workers'.
 DAEMON_STAGES = ("send",)
+#: The stage of a client in which it does nothing.
+IDLE = "wait"
 
 
 def top(address: str, out: Callable[[str], None], *, interval: float, once: bool) -> None:
@@ -129,10 +130,10 @@ def _head(address: str, pong: Pong) -> Text:
 
 
 def _streams(before: Pong, after: Pong) -> Table:
-    table = _table("stream", "rendered/s", "chunks/s", "shared", "again/s", "waiting", "bad", "slots", "")
+    table = _table("stream", "images/s", "chunks/s", "shared", "again/s", "waiting", "bad", "ring")
     for name, at in after.streams.items():
         if at is None:
-            table.add_row(_safe(name), *[""] * 7, "not open yet")
+            table.add_row(_safe(name), *[""] * 6, "not open yet")
             continue
         rate = rates.stream(before.streams.get(name), at, after.uptime - before.uptime)
         table.add_row(
@@ -143,72 +144,63 @@ def _streams(before: Pong, after: Pong) -> Table:
             _number(rate.recomputed_per_s),
             _number(at.waiting),
             _number(at.rejected),
-            _number(at.slots),
-            _occupancy(at),
+            _ring(at),
         )
     return table
 
 
-def _occupancy(at: StreamStatus) -> Text:
-    """A bar of the ring: leased, ready, being filled, free."""
-    states = [("leased", "█", "green"), ("ready", "▓", "cyan"), ("filling", "▒", "yellow")]
-    counts = [at.leased, at.ready - at.leased, at.filling]
-    bar = Text()
+def _ring(at: StreamStatus) -> Text:
+    """A bar of leased, ready, filling and free slots; then ready with leased ones, those being filled, and all."""
+    counts, signs = (at.leased, at.ready - at.leased, at.filling), ("█", "▓", "▒")
     ends = [round(_BAR * sum(counts[: i + 1]) / at.slots) if at.slots else 0 for i in range(len(counts))]
-    for (_, sign, style), begin, end in zip(states, [0, *ends], ends, strict=False):
+    bar = Text()
+    for sign, style, begin, end in zip(signs, ("green", "cyan", "yellow"), [0, *ends], ends, strict=False):
         bar.append(sign * (end - begin), style=style)
     bar.append("░" * (_BAR - ends[-1]), style="dim")
-    said = ", ".join(f"{count:,} {name}" for (name, _, _), count in zip(states, counts, strict=True))
-    return bar.append(f" {said}", style="default")
+    return bar.append(f" {at.ready:,}+{at.filling:,} of {at.slots:,}")
 
 
 def _stages(before: Pong, after: Pong) -> Table:
     table = _table("stage", "busy", "", "per s", "mean", "median ≤", "99 % ≤", "MB/s")
     for name, rate in rates.stages(before, after, DAEMON_STAGES).items():
         who = f"{name} (daemon)" if name in DAEMON_STAGES else name
-        table.add_row(_safe(who), _share(rate.busy), _bar(rate.busy), *_stage(rate))
+        table.add_row(
+            _safe(who),
+            _share(rate.busy),
+            _bar(rate.busy),
+            _number(rate.per_s),
+            *(_time(seconds) for seconds in (rate.mean, rate.p50, rate.p99)),
+            f"{rate.bytes_per_s / 1e6:,.1f}" if rate.bytes_per_s else "",
+        )
     return table
 
 
-def _stage(rate: StageRate) -> list[str]:
-    times = [_time(seconds) for seconds in (rate.mean, rate.p50, rate.p99)]
-    return [_number(rate.per_s), *times, f"{rate.bytes_per_s / 1e6:,.1f}" if rate.bytes_per_s else ""]
-
-
 def _clients(before: Pong, after: Pong) -> Table:
-    table = _table("client", "stream", "via", "images/s", "waits", "chunks/s", "shared", "again/s", "behind", "asked",
-                   "leased", "", "here for")  # fmt: skip
+    table = _table("client", "stream", "via", "images/s", "waits", "busy", "shared", "again/s", "behind", "for")
     for then, now in rates.pairs(before, after):
         rate = rates.client(then, now, after.uptime - before.uptime)
+        busy = [at.busy for name, at in rates.client_stages(then, now).items() if name != IDLE]
         table.add_row(
-            _safe(now.client),
+            _safe(f"{now.client}, GPU {now.device}" if now.device else now.client),
             _safe(now.stream),
-            _safe(f"{now.transport} to GPU {now.device}" if now.device else now.transport),
+            _safe(now.transport),
             "" if rate.images_per_s is None else _number(rate.images_per_s),
             _share(rate.waited),
-            _number(rate.delivered_per_s),
+            _share(sum(busy)) if busy else "",
             _share(rate.shared),
             _number(rate.recomputed_per_s),
             _number(now.lag),
-            _number(now.outstanding),
-            _number(now.leases),
-            _own(then, now),
             _duration(now.age),
         )
     return table
 
 
-def _own(then: ClientStatus | None, now: ClientStatus) -> str:
-    """What its fetching thread is busy with."""
-    found = rates.client_stages(then, now)
-    return ", ".join(f"{_safe(name)} {_share(rate.busy)}" for name, rate in found.items())
-
-
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    left = {"stream", "stage", "client", "via", ""}
+    """Where it is too narrow, names of clients are folded, and no number is cut."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+        left = column in ("stream", "stage", "client", "via", "ring", "")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column != "client", overflow="fold")
     return table
 
 

@@ -111,7 +111,7 @@ def test_on_a_terminal_it_stays_until_ctrl_c_and_leaves_the_screen_as_it_was(dae
     shown = b""
     deadline = time.monotonic() + 60
     try:
-        while shown.count(b"rendered/s") < 3 and time.monotonic() < deadline:
+        while shown.count(b"images/s") < 3 and time.monotonic() < deadline:
             if select.select([ours], [], [], 1.0)[0]:
                 shown += os.read(ours, 1 << 16)
         process.send_signal(signal.SIGINT)
@@ -125,5 +125,5 @@ def test_on_a_terminal_it_stays_until_ctrl_c_and_leaves_the_screen_as_it_was(dae
         process.kill()
         process.wait()
         os.close(ours)
-    assert shown.count(b"rendered/s") >= 3 and b"Traceback" not in shown
+    assert shown.count(b"images/s") >= 3 and b"Traceback" not in shown
     assert shown.index(b"\x1b[?1049h") < shown.rindex(b"\x1b[?1049l")
