@@ -12,6 +12,7 @@ import pytest
 from status import pong
 
 from headrace.errors import ConfigError
+from headrace.protocol import Pong
 from headrace.server import exporter as module
 from headrace.server import metrics
 from headrace.server.exporter import Exporter
@@ -81,6 +82,17 @@ def test_there_is_nothing_else(exporter: Exporter) -> None:
     assert ask(exporter, "/metrics/../etc/passwd")[0] == 404
     assert ask(exporter, "/metrics", "POST")[0] == 405
     assert ask(exporter, "/healthz", "HEAD")[::2] == (200, "")
+
+
+def test_a_fault_of_ours_is_an_answer_and_no_end(exporter: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(status: Pong) -> bytes:
+        raise ValueError("a fault")
+
+    exporter.publish(pong(), None)
+    with monkeypatch.context() as patch:
+        patch.setattr(exporter, "_text", fail)
+        assert ask(exporter, "/metrics")[::2] == (500, "a fault\n")
+    assert ask(exporter, "/metrics")[0] == 200
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /metrics HTTP/1.1\r\n", b"\0" * 20000, b"\r\n\r\n"])
