@@ -106,9 +106,15 @@ class Counts:
     extra: int = 0
 
 
-def ahead(prefetch: int, chunk: int, steps: Steps) -> int:
-    """Batches from the one that is due on that are assembled at once, but for one chunk's sake."""
-    return max(prefetch + 1, prefetch * -(-_SMALL * chunk // steps.stride))
+def ahead(prefetch: int, chunk: int, stride: int) -> int:
+    """Batches from the one that is due on whose chunks are asked for; `stride` is the positions of a step."""
+    return max(prefetch + 1, prefetch * -(-_SMALL * chunk // stride))
+
+
+def ready(prefetch: int, chunk: int, stride: int, batch_size: int) -> int:
+    """Batches that may miss nothing and not be taken yet, of an epoch and the next one together: those, and in either
+    epoch what lies as a whole in the last chunk that they need."""
+    return ahead(prefetch, chunk, stride) + (2 * -(-chunk // stride) if batch_size < chunk else 0)
 
 
 class Assembly:
@@ -152,7 +158,7 @@ class Assembly:
         self.counts = counts
         self._layout = layout
         self._chunk = chunk = layout.chunk
-        self._ahead = ahead(prefetch, chunk, steps)
+        self._ahead = ahead(prefetch, chunk, steps.stride)
         self._on_bad_sample = on_bad_sample
         self._max_bad = max_bad
         self._limit = max(TOLERATED, max_bad * steps.positions(0))

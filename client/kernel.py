@@ -17,8 +17,10 @@ from headrace.output import Output
 
 log = logging.getLogger(__name__)
 
-#: Bytes of levels that plain torch works on at a time: what is not float32 takes four times as many beside the batch.
+#: Bytes of levels that plain torch works on at a time, and what it takes for them beside the batch: gathered, and as
+#: float32.
 _BLOCK = 8 << 20
+WORKING = 5 * _BLOCK
 
 
 class Pass(Protocol):

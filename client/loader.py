@@ -14,7 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args
 
-from headrace.assembly import REPLACEMENTS, Assembly, Counts, OnBadSample, ahead
+from headrace.assembly import REPLACEMENTS, Assembly, Counts, OnBadSample, ready
 from headrace.batch import Batch
 from headrace.connect import scheme
 from headrace.device import open_device
@@ -294,8 +294,8 @@ class Loader:
         Returns:
             `transport`; `render_ids`, what has rendered so far; `epochs`, by number: `delivered` (valid rows),
             `rejected`, `dropped` (positions), `extra` (rows that are not valid), `images_per_s`, `wait_share`, the time
-            inside `next()` over all time, and `headroom`, how many times as fast this Loader could have been fed, at
-            least, or None. The same for all of them together: `images_per_s` (valid rows), `wait_share`; and `stages`,
+            inside `next()` over all time, and `headroom`, how many times as fast this Loader could have been fed,
+            by estimate, or None. The same for all of them together: `images_per_s` (valid rows), `wait_share`; and `stages`,
             count, seconds and bytes of `wait` in `next()`, `copy` and `finish` of what came, in a thread beside it.
             With a device also `device`: its `name`; `finisher`, `triton` or `torch`; `memory`, bytes that are taken
             there at most, beside what the trainer holds or has queued; and `page_locked`, bytes of the host.
@@ -408,10 +408,9 @@ class Loader:
         return self._staging
 
     def _kept(self) -> int:
-        """Batches that are made up and not handed out, at most: of small ones more, so that workers have something to
-        do, and those that lie in one chunk with the last."""
-        chunk, steps = self._welcome.layout.chunk, self._settled()
-        return ahead(self._prefetch, chunk, steps) + -(-chunk // steps.stride)
+        """Batches that are made up and not handed out, at most."""
+        stride = self.batch_size if self._steps is None else self._steps.stride
+        return ready(self._prefetch, self._welcome.layout.chunk, stride, self.batch_size)
 
     def _assemble(self, epoch: int, start: int) -> Assembly:
         return Assembly(

@@ -35,6 +35,7 @@ from headrace.slots import SlotLayout
 
 #: Bytes of pictures that are mixed at a time; twice as many are taken for them beside the batch.
 _BLOCK = 5 << 20
+WORKING = 2 * _BLOCK
 
 
 def beta(alpha: float, u: float, v: float) -> float:

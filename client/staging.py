@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace import kernel
 from headrace.assembly import Draft
 from headrace.batch import Batch
 from headrace.device import Device, Event
 from headrace.errors import DeadlineError
-from headrace.kernel import choose
 from headrace.memory import BatchMemory
-from headrace.mix import Mixing, mix
+from headrace.mix import WORKING, Mixing, mix
 from headrace.output import Output
 from headrace.pixels import Made
 from headrace.slots import SlotLayout
@@ -103,7 +103,7 @@ class DevicePixels:
         self.batch_bytes = batch_size * (self._picture * self._dtype.itemsize + max(self._label, mixed))
         self._memory = BatchMemory(self.staged_bytes, idle=None, fresh=device.lock)  # locking is slow
         self._under_way: deque[tuple[Event, NDArray[np.uint8]]] = deque()
-        self.finisher, self._finish = choose(output, layout.height, layout.width, device.target)
+        self.finisher, self._finish = kernel.choose(output, layout.height, layout.width, device.target)
 
     @property
     def locked_bytes(self) -> int:
@@ -119,7 +119,7 @@ class DevicePixels:
         return {
             "name": self._device.name,
             "finisher": self.finisher,
-            "memory": batches * self.batch_bytes + self.staged_bytes,
+            "memory": batches * self.batch_bytes + self.staged_bytes + self._working(),
             "page_locked": self.locked_bytes,
         }
 
@@ -189,6 +189,15 @@ class DevicePixels:
     def _levels(self, base: NDArray[np.uint8], rows: int) -> NDArray[np.uint8]:
         end = self._levels_at + rows * self._picture
         return base[self._levels_at : end].reshape(rows, self._layout.height, self._layout.width, 3)
+
+    def _working(self) -> int:
+        """Bytes of the device's memory that finishing and mixing take for a moment, beside batch and levels."""
+        most = 0 if self.finisher == "triton" else kernel.WORKING
+        if self._mixing is not None and self._mixing.mixup is not None:
+            most = max(most, WORKING)
+        if self._mixing is not None and self._mixing.cutmix is not None:
+            most = max(most, self.batch_bytes)  # the boxes are taken all at once
+        return most
 
     def _reap(self) -> None:
         """Let go of what has arrived."""

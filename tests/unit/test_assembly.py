@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headrace.assembly import REPLACEMENTS, TOLERATED, Assembly, Counts, OnBadSample, Want
+from headrace.assembly import REPLACEMENTS, TOLERATED, Assembly, Counts, OnBadSample, Want, ready
 from headrace.batch import Batch
 from headrace.errors import DatasetError, HeadraceError, SampleError, TooManyRejects
 from headrace.form import Form
@@ -226,6 +226,30 @@ def test_memory_is_held_for_the_prefetched_batches_and_for_what_their_chunks_tou
     driver.epoch_of()
     ahead = max((prefetch + 1) * batch_size, prefetch * (2 * chunk + batch_size))
     assert driver.most_lent <= ahead + chunk + batch_size
+
+
+@given(st.integers(1, 10), st.integers(1, 10), st.integers(0, 4), st.integers(1, 3), st.integers(0, 20))
+def test_no_more_batches_are_made_up_and_not_taken_than_is_said(
+    batch_size: int, chunk: int, prefetch: int, world: int, start: int
+) -> None:
+    steps = Steps(120, batch_size, world - 1, world, "pad")
+    driver = Driver(steps, chunk, start, prefetch=prefetch, window=50)
+    following = Driver(steps, chunk, epoch=3, prefetch=prefetch, window=50)
+    most = 0
+    for assembly in (driver.assembly, following.assembly):
+        while not assembly.done:
+            for each, before in ((driver, 0), (following, driver.assembly.count - driver.assembly.taken)):
+                while (want := each.assembly.want(before)) is not None:
+                    each.outstanding.append(want)
+                while each.outstanding:
+                    each.arrive(each.outstanding[0])
+            made = [d for each in (driver, following) for d in each.assembly._drafts.values() if d.batch is not None]
+            taken = {id(d) for d in driver.assembly._drafts.values() if d.step < driver.assembly.taken}
+            taken |= {id(d) for d in following.assembly._drafts.values() if d.step < following.assembly.taken}
+            most = max(most, len([d for d in made if id(d) not in taken]))
+            assert assembly.take() is not None
+            assembly.handed = None
+    assert most <= ready(prefetch, chunk, steps.stride, batch_size)
 
 
 def test_batches_smaller_than_a_chunk_keep_several_chunks_asked_for() -> None:

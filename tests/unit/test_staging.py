@@ -19,6 +19,7 @@ from late_device import POISON, LateDevice
 from numpy.typing import NDArray
 from scripted import ScriptedDaemon, level, wait_until
 
+import headrace.kernel
 import headrace.loader
 from headrace import staging
 from headrace.assembly import Draft
@@ -271,7 +272,10 @@ def test_epochs_arrive_whole_and_in_order_while_the_trainer_lags_behind(
     assert 0 < stats["page_locked"] == sum(map(len, device.locked))
 
 
-def test_as_many_batches_lie_on_the_device_as_is_said(daemon: ScriptedDaemon, device: LateDevice) -> None:
+def test_as_many_batches_lie_on_the_device_as_is_said(
+    daemon: ScriptedDaemon, device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headrace.kernel, "WORKING", 0)
     with open_loader(daemon, batch_size=16, on_bad_sample="mask", prefetch=1) as loader:
         batch = next(iter(loader))
         wait_until(lambda: device.submitted >= 3)
