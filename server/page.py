@@ -42,7 +42,7 @@ _COLOURS = {
     "chunk": "#39424e",
     "idle": "#c9d0d9",
 }
-_WIDTH, _LEFT, _RIGHT = 760, 90, 130
+_WIDTH, _LEFT, _RIGHT = 760, 90, 180
 
 
 def write(profile: Profile, file: Path, data: Sequence[Path] = ()) -> None:

@@ -95,6 +95,7 @@ class Forecast:
     Attributes:
         workers, cpus: of how many; of CPUs what others leave, where it was measured.
         rate: images per second that they are said to give.
+        limit: the stage that limits them.
         basis: workers of the measurement that says it.
         measured: images per second that they gave; None: it was not tried.
     """
@@ -102,6 +103,7 @@ class Forecast:
     workers: int
     cpus: float
     rate: float
+    limit: str
     basis: int
     measured: float | None = None
 
@@ -215,8 +217,8 @@ def profile(
     stream = config.streams[name]
     with watch(f"listing {name}") as progress:
         index = open_index(stream.dataset, config.cache_folder, progress=progress)
+    team = crew(config.workers, private=False, chosen=machine.choose(config.workers))
     with contextlib.closing(index), contextlib.closing(machine.make(config.workers)) as backend:
-        team = crew(config.workers, private=False, chosen=machine.choose(config.workers))
         with watch(f"stages of {name}, alone") as progress:
             stages = _Stages(stream, index, backend, seconds * _SHORT)
             alone = stages.measure(progress)
@@ -294,19 +296,18 @@ def _gpu_is_free() -> bool:
 def _forecasts(chains: Sequence[Chain], here: int) -> list[Forecast]:
     """What the smallest measurement says of the others, and the largest of more CPUs than there are."""
     first, largest = verdict.base(chains), max(chains, key=lambda chain: chain.workers)
-    model = Model.of(first, here)
+    near, far = Model.of(first, here), Model.of(largest, here)
     found = [
-        Forecast(
-            chain.workers, chain.free(here), model.rate(chain.workers, chain.free(here)), first.workers, chain.rate
-        )
+        _forecast(near, first, chain.workers, chain.free(here), chain.rate)
         for chain in sorted(chains, key=lambda chain: chain.workers)
         if chain is not first
     ]
-    if here > largest.workers:
-        found.append(Forecast(here, here, Model.of(largest, here).rate(here, here), largest.workers))
-    far = Model.of(largest, here)
-    found += [Forecast(more, more, far.rate(more, more), largest.workers) for more in (2 * here, 4 * here)]
-    return found
+    more = [here] if here > largest.workers else []
+    return found + [_forecast(far, largest, count, count) for count in (*more, 2 * here, 4 * here)]
+
+
+def _forecast(model: Model, basis: Chain, workers: int, here: float, measured: float | None = None) -> Forecast:
+    return Forecast(workers, here, model.rate(workers, here), model.limiting(workers, here), basis.workers, measured)
 
 
 class _Memory:
@@ -552,11 +553,14 @@ class _Daemon:
         layout = self._stream.layout(index)
         need = ring_size.Need(layout, in_flight, layout.chunks(len(index)), 1)
         self._slots = max(need.fewest, min(need.most, _RING // layout.stride))
+        settled: dict[str, Any] = {"backend": team.backend}
+        if team.devices:  # named, because they are in use: by us
+            settled["devices"] = list(team.devices)
         self._document = config.plain() | {
             "cache_dir": str(self._cache),
             "memory": f"{self._slots} slots",
             "metrics": None,
-            "workers": config.workers.plain() | {key: number},
+            "workers": config.workers.plain() | settled | {key: number},
             "streams": {name: self._stream.plain()},
         }
         left = ring_size.available_bytes()

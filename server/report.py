@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from headrace.server.profile import Memory, Profile
-from headrace.server.verdict import OTHER_STAGES, Advice, Chain, off
+from headrace.server.verdict import OTHER_STAGES, Advice, Chain, called, off
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
@@ -19,7 +19,7 @@ def _lines(profile: Profile) -> Iterator[str]:
     yield (f"stream {profile.stream}: " if profile.stream else "") + profile.what
     if profile.machine is not None:
         at = profile.machine
-        yield f"{at.cpus} CPUs" + (f" of {at.cores} cores" if at.cores != at.cpus else "")
+        yield f"{at.cpus} CPUs" + (f", threads of {at.cores} cores" if at.cores != at.cpus else "")
     if profile.alone:
         yield ""
         yield from _table(
@@ -90,7 +90,7 @@ def _forecasts(profile: Profile) -> Iterator[str]:
         said = f"prediction: {one.workers} workers on {cpus} CPUs {one.rate:,.0f} images/s (measured with {one.basis})"
         if one.measured is not None:
             said += f"; they gave {one.measured:,.0f}, so it is {off(one.rate, one.measured):+.0%} off"
-        yield said
+        yield said + (f"; then {called(one.limit)} is the limit" if one.limit != profile.verdict.stage else "")
     for reason in profile.distrust:
         yield f"  not to be trusted: {reason}"
 

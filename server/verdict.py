@@ -246,7 +246,7 @@ class Model:
         stages: of a worker, by stage, without what it waited for a CPU.
         cpu: of a CPU, of the same, by stage: what it waits for a disk is none of it.
         others: CPU time of daemon and consumer.
-        client: of a consumer, by stage.
+        client: of a consumer, by stage, likewise.
         consumers: that share the work.
         scale: what was measured, for one of what the model says.
     """
@@ -271,12 +271,16 @@ class Model:
         if "read" in stages:
             cpu["read"] = min(stages["read"], max(0.0, own - computing))
         others = (chain.cpu.get("daemon", 0.0) + chain.cpu.get("client", 0.0)) / max(1, chain.images)
-        plain = cls(stages, cpu, others, dict(chain.client), chain.consumers)
+        client = dict(chain.client)
+        if taking := sum(client.values()):
+            less = min(1.0, chain.cpu.get("client", math.inf) / max(1, chain.images) / taking)
+            client = {stage: seconds * less for stage, seconds in client.items()}
+        plain = cls(stages, cpu, others, client, chain.consumers)
         says = plain.rate(chain.workers, chain.free(cpus))
         # Who was without work for want of requests could have done more than it did.
         seen = chain.rate / max(1e-9, 1.0 - chain.idle) if chain.idle < _IDLE else 0.0
         scale = min(1.0, seen / says) if seen and math.isfinite(says) else 1.0
-        return cls(stages, cpu, others, dict(chain.client), chain.consumers, scale)
+        return cls(stages, cpu, others, client, chain.consumers, scale)
 
     def limits(self, workers: int, cpus: float) -> dict[str, float]:
         """Images per second that `workers`, `cpus` and `client` allow."""
@@ -528,8 +532,8 @@ def _on_rendering(stage: str, model: Model, setting: Setting) -> list[Advice]:
     workers, cpus = model.needed(2 * model.rate(setting.processes, setting.cpus))
     found.append(
         Advice(
-            f"twice as many images take {cpus} CPUs with {workers} workers, here or on another host, from which "
-            "trainers fetch over tcp",
+            f"twice as many images take {cpus} {_plural(cpus, 'CPU')} with {workers} {_plural(workers, 'worker')}, "
+            "here or on another host, from which trainers fetch over tcp",
             ("listen: [tcp://HOST:5555]",),
         )
     )

@@ -199,7 +199,7 @@ FULL = Profile(
     verdict=Verdict("decode", 0.89, "decoding is the limit"),
     headroom=Headroom("decode", 4500.0, "read"),
     potential=900.0,
-    forecasts=(Forecast(2, 2, 520.0, 1, 500.0), Forecast(4, 4, 1000.0, 2)),
+    forecasts=(Forecast(2, 1.5, 520.0, "decode", 1, 500.0), Forecast(4, 4, 1000.0, "finish", 2)),
     distrust=("one disk",),
     memory=Memory(100 << 20, 50 << 20, 60 << 20, 5 << 20, 3, 200),
     advice=(Advice("do this", ("workers: {processes: auto}",)),),
@@ -211,11 +211,11 @@ def test_the_report_has_it_all() -> None:
     text = "\n".join(report.lines(FULL))
     for piece in (
         "stream <train>: 10 samples & more",
-        "2 CPUs of 1 cores",
+        "2 CPUs, threads of 1 cores",
         "bottleneck: decoding is the limit",
         "headroom: if decoding cost nothing, the limit would be 4,500 images/s: reading",
-        "2 workers on 2 CPUs 520 images/s (measured with 1); they gave 500, so it is +4% off",
-        "4 workers on 4 CPUs 1,000 images/s (measured with 2)",
+        "2 workers on 1.5 CPUs 520 images/s (measured with 1); they gave 500, so it is +4% off",
+        "4 workers on 4 CPUs 1,000 images/s (measured with 2); then casting and normalising is the limit",
         "not to be trusted: one disk",
         "a worker 100 MiB",
         "2 workers and one consumer: 0.32 GiB at least, 1.28 by the configuration",
@@ -295,7 +295,7 @@ def test_the_page_is_whole_and_loads_nothing(shown: Profile) -> None:
 def test_the_plots_stay_in_their_frame() -> None:
     """Whatever was measured: also nothing at all, and what is endless."""
     nothing = replace(
-        FULL, chains=(replace(CHAIN, images=0, stages={}, wait=0.0),), forecasts=(Forecast(2, 2, 0.0, 1),)
+        FULL, chains=(replace(CHAIN, images=0, stages={}, wait=0.0),), forecasts=(Forecast(2, 2, 0.0, "decode", 1),)
     )
     assert "nan" not in page.page(nothing) and "inf" not in page.page(nothing)
     assert page._ticks(650.0) == [0, 200, 400, 600]
