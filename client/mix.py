@@ -160,7 +160,7 @@ def blend(images: Any, partners: NDArray[np.int64], weight: float) -> None:
         return
     own, other = (_beside(values.reshape(-1, 1, 1, 1), images) for values in _weights(partners, weight))
     # From the end, so that the row before is not mixed yet; of the first it is the last, which would be.
-    last = images[rows[-1:].tolist()]
+    last = images[_beside(rows[-1:], images)]
     step = max(1, _BLOCK // (4 * math.prod(images.shape[1:])))
     for end in range(len(partners), 0, -step):
         block = slice(max(0, end - step), end)
@@ -208,9 +208,12 @@ def _wide(pictures: Any) -> Any:
 
 
 def _beside(values: NDArray[Any], where: Any) -> Any:
-    """The values where that array or tensor is."""
+    """The values where that array or tensor is; nobody waits for a device."""
     if isinstance(where, np.ndarray):
         return values
     import torch
 
-    return torch.from_numpy(values).to(where.device, non_blocking=True)
+    tensor = torch.from_numpy(values)
+    # Torch keeps page-locked memory until it was copied. Of other memory CUDA does not promise on every machine that it
+    # may be let go of at once.
+    return tensor if where.device.type == "cpu" else tensor.pin_memory().to(where.device, non_blocking=True)
