@@ -215,9 +215,9 @@ def profile(
         HeadraceError: the backend fails, or the daemon.
     """
     stream = config.streams[name]
+    team = crew(config.workers, private=False, chosen=machine.choose(config.workers))  # before a GPU is in use: by us
     with watch(f"listing {name}") as progress:
         index = open_index(stream.dataset, config.cache_folder, progress=progress)
-    team = crew(config.workers, private=False, chosen=machine.choose(config.workers))
     with contextlib.closing(index), contextlib.closing(machine.make(config.workers)) as backend:
         with watch(f"stages of {name}, alone") as progress:
             stages = _Stages(stream, index, backend, seconds * _SHORT)

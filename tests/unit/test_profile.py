@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html.parser
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from service import stream
 
 from headrace.errors import ConfigError
 from headrace.pipeline.fake import REJECT
+from headrace.pipeline.reading import FileSource
 from headrace.pipeline.spec import Config
 from headrace.server import cli, page, profile, report, usage
 from headrace.server.profile import Alone, Forecast, Memory, Profile
@@ -102,8 +104,8 @@ def test_the_sample_is_bounded(photos: Path, monkeypatch: pytest.MonkeyPatch) ->
     backend = profile.machine.make(loaded.workers)
 
     def sample() -> profile._Stages:
-        stages = profile._Stages(loaded.streams["train"], index, backend, 0.01)
-        stages.measure(lambda *_: None)
+        stages = profile._Stages(loaded.streams["train"], index, backend, 60.0)
+        stages._read(FileSource(index, loaded.streams["train"].decode))
         return stages
 
     assert len(sample()._samples) == 48
@@ -114,6 +116,10 @@ def test_the_sample_is_bounded(photos: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
     monkeypatch.setattr(profile, "_TOGETHER", 1)
     assert all(len(place.rows) == 1 for place in sample()._places)
+    monkeypatch.setattr(profile._Stages, "_sample", lambda *_: time.sleep(0.02) or b"")
+    slow = profile._Stages(loaded.streams["train"], index, backend, 0.05)
+    slow._read(FileSource(index, loaded.streams["train"].decode))
+    assert 1 <= len(slow._samples) < 8
     index.close()
 
 
