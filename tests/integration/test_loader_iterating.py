@@ -438,7 +438,7 @@ def test_kept_batches_keep_their_pixels_while_memory_is_reused(serve: Serve) -> 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"device": "cuda"}, "device: cuda is not available yet"),
+        ({"device": "meta"}, "device: meta is not available; use None, 'cpu' or 'cuda'"),
         ({"transport": "udp"}, "transport: 'udp' is not one of auto, shm, tcp"),
         ({"transport": "udp"}, "transport: 'udp' is not one of auto, shm"),
         ({"batch_size": 0}, "batch_size: 0 must be"),
