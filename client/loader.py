@@ -294,9 +294,10 @@ class Loader:
         Returns:
             `transport`; `render_ids`, what has rendered so far; `epochs`, by number: `delivered` (valid rows),
             `rejected`, `dropped` (positions), `extra` (rows that are not valid), `images_per_s`, `wait_share`, the time
-            inside `next()` over all time, and `headroom`, how many times as fast this Loader could have been fed,
-            by estimate, or None. The same for all of them together: `images_per_s` (valid rows), `wait_share`; and `stages`,
-            count, seconds and bytes of `wait` in `next()`, `copy` and `finish` of what came, in a thread beside it.
+            inside `next()` over all time, and `headroom`, how many times as fast this Loader could have been fed, by
+            estimate, or None. The same for all of them together: `images_per_s` (valid rows), `wait_share`; and
+            `stages`: count, seconds and bytes of `wait` in `next()`, `copy` and `finish` of what came, in a thread
+            beside it.
             With a device also `device`: its `name`; `finisher`, `triton` or `torch`; `memory`, bytes that are taken
             there at most, beside what the trainer holds or has queued; and `page_locked`, bytes of the host.
         """

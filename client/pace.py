@@ -5,8 +5,9 @@ The second is told from how busy those were who feed it, over the time of an epo
     the workers     of the chunks that they could have been at for this Loader, the share that it had asked for
     its own thread  copying and finishing
 
-The loader could feed as many times as fast as the busier of the two fits into that time. It is an estimate, and a cautious
-one: where others take from the same workers, their chunks count as this one's.
+The loader could feed as many times as fast as the busier of the two fits into that time. It is an estimate: too low
+where others take from the same workers, for a chunk that waits for theirs counts as if it were rendered; too high where
+chunks come that others had rendered before, or where workers that have more to do get in each other's way.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from headrace.stages import Stages
 #: Seconds between two reports to the daemon.
 REPORT_EVERY = 1.0
 
-#: A share of waiting from which on it is worth mending, and a number of times beyond which another figure means nothing.
-_NOTABLE, _MANY = 0.05, 10.0
+#: A share of waiting from which on it is worth mending.
+_NOTABLE = 0.05
+#: Numbers of times up to which it is no faster, and beyond which another figure means nothing.
+_FASTER, _MANY = 1.05, 10.0
 
 
 class Work(NamedTuple):
@@ -117,7 +120,9 @@ def summary(epoch: int, images: int, waited: float, spent: float, headroom: floa
     line = f"epoch {epoch}: {images} images, waited {100 * share:.0f} % of the time"
     if share >= _NOTABLE:
         return f"{line}; without that the trainer would be {_times(1 / max(1 - share, 1e-9))} as fast"
-    return line if headroom is None else f"{line}; the loader could feed {_times(headroom)} as fast"
+    if headroom is None:
+        return line
+    return f"{line}; the loader could feed " + ("no faster" if headroom < _FASTER else f"{_times(headroom)} as fast")
 
 
 def plain(stages: dict[str, StageStatus]) -> dict[str, dict[str, float]]:

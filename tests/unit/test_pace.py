@@ -69,6 +69,7 @@ def test_a_report_is_due_at_most_once_a_second_when_something_was_taken_and_at_t
     [
         (3.0, 1.61, "waited 3 % of the time; the loader could feed 1.6 times as fast"),
         (0.0, 31.0, "waited 0 % of the time; the loader could feed more than 10 times as fast"),
+        (4.9, 1.04, "waited 5 % of the time; the loader could feed no faster"),
         (0.0, None, "waited 0 % of the time"),
         (40.0, 1.0, "waited 40 % of the time; without that the trainer would be 1.7 times as fast"),
         (100.0, 1.0, "waited 100 % of the time; without that the trainer would be more than 10 times as fast"),
