@@ -238,8 +238,7 @@ def profile(
     best = verdict.fastest(measured.chains)
     found = verdict.judge(best)
     model = Model.of(best, here.cpus)
-    free = best.free(here.cpus)
-    limits = model.limits(best.workers, free)
+    limits = model.limits(best.workers, here.cpus)
     forecasts = _forecasts(measured.chains, here.cpus)
     basis = next(chain for chain in measured.chains if chain.workers == forecasts[-1].basis)
     setting = _setting(stream, team, stages, here.cpus)
@@ -251,13 +250,13 @@ def profile(
         chains=tuple(measured.chains),
         handing=measured.handing,
         verdict=found,
-        headroom=verdict.headroom(model, found.stage, best.workers, free),
+        headroom=verdict.headroom(model, found.stage, best.workers, here.cpus, quiet=best.crowded),
         potential=_finite(min(limits["workers"], limits["cpus"])),
         forecasts=tuple(forecasts),
         distrust=tuple(verdict.distrust(basis, here, forecasts[-1].workers, forecasts[-1].cpus)),
         memory=measured.memory,
         advice=tuple(verdict.advise(found, best, model, setting)),
-        target=_reached(target, model, best.workers, here.cpus, free, stages.nbytes),
+        target=_reached(target, model, best.workers, here.cpus, stages.nbytes),
     )
 
 
@@ -282,10 +281,8 @@ def _setting(stream: Stream, team: Crew, stages: _Stages, here: int) -> Setting:
     )
 
 
-def _reached(
-    target: float | None, model: Model, workers: int, here: int, free: float, nbytes: float
-) -> tuple[Advice, ...] | None:
-    return None if target is None else tuple(verdict.reach(target, model, workers, here, free, nbytes))
+def _reached(target: float | None, model: Model, workers: int, here: int, nbytes: float) -> tuple[Advice, ...] | None:
+    return None if target is None else tuple(verdict.reach(target, model, workers, here, nbytes))
 
 
 def _gpu_is_free() -> bool:
@@ -736,9 +733,7 @@ def against(
         distrust=(),
         memory=None,
         advice=tuple(verdict.advise(found, chain, model, setting)),
-        target=_reached(
-            target, model, chain.workers, chain.workers, chain.workers, chain.nbytes / max(1, chain.rendered)
-        ),
+        target=_reached(target, model, chain.workers, chain.workers, chain.nbytes / max(1, chain.rendered)),
     )
 
 

@@ -117,12 +117,17 @@ class Chain:
         return workers + (self.cpu.get("daemon", 0.0) + self.cpu.get("client", 0.0)) / max(1, self.images)
 
     @property
+    def crowded(self) -> bool:
+        """Whether others took more of the CPUs than goes unnoticed."""
+        return self.others + self.stolen > _STOLEN
+
+    @property
     def used(self) -> float:
         """CPUs that all processes kept busy."""
         return sum(self.cpu.values()) / self.seconds if self.seconds else 0.0
 
     def free(self, cpus: int) -> float:
-        """How many of so many CPUs others left."""
+        """How many of so many CPUs others left. Who waits for a disk might have got more than that."""
         return max(self.used, cpus * (1.0 - self.others - self.stolen))
 
 
@@ -331,13 +336,17 @@ def _rate(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else math.inf
 
 
-def headroom(model: Model, stage: str, workers: int, cpus: float) -> Headroom | None:
-    """What the chain would give with this stage for nothing; None where it is none of the chain, or the only one."""
+def headroom(model: Model, stage: str, workers: int, cpus: float, *, quiet: bool = False) -> Headroom | None:
+    """What the chain would give with this stage for nothing; None where it is none of the chain, or the only one.
+
+    Args:
+        quiet: as in `Headroom`.
+    """
     free = model.without(stage)
     rate = free.rate(workers, cpus)
     if not math.isfinite(rate) or (stage not in model.stages and stage not in model.client):
         return None
-    return Headroom(stage, rate, free.limiting(workers, cpus))
+    return Headroom(stage, rate, free.limiting(workers, cpus), quiet)
 
 
 def distrust(chain: Chain, machine: Machine, workers: int, cpus: float) -> list[str]:
@@ -555,14 +564,14 @@ def _on_finishing(setting: Setting, chain: Chain) -> list[Advice]:
     return found or [Advice("a consumer copies as fast as its memory allows: several trainers take more together")]
 
 
-def reach(target: float, model: Model, workers: int, cpus: int, free: float, nbytes: float) -> list[Advice]:
+def reach(target: float, model: Model, workers: int, cpus: int, nbytes: float) -> list[Advice]:
     """What it takes to feed so many images per second.
 
     Args:
-        workers, cpus: that there are; free: how many of the CPUs others leave.
+        workers, cpus: that there are.
         nbytes: of a file.
     """
-    limits = model.limits(workers, free)
+    limits = model.limits(workers, cpus)
     now = min(limits.values())
     if now >= target:
         return [Advice(f"{target:,.0f} images/s are fed already: {workers} workers give {now:,.0f}")]

@@ -140,6 +140,8 @@ def test_without_a_stage_the_next_one_limits() -> None:
     assert room.rate == pytest.approx(1000 / 0.75)
     assert room.then == "resize"
     assert room.text == "if decoding cost nothing, the limit would be 1,333 images/s: resizing"
+    assert "1,333 images/s on a quiet machine: " in replace(room, quiet=True).text
+    assert not ONE.crowded and replace(ONE, others=0.04, stolen=0.04).crowded
 
 
 def test_without_the_last_stage_the_consumer_limits() -> None:
@@ -256,8 +258,8 @@ def test_a_ring_that_is_too_small_is_named() -> None:
 
 def test_the_target_says_what_it_takes() -> None:
     model = Model.of(ONE, cpus=2)
-    text = texts(verdict.reach(5000, model, 2, 2, 2.0, 100_000))
+    text = texts(verdict.reach(5000, model, 2, 2, 100_000))
     assert "5,000 images/s take 10 workers and 11 CPUs" in text and "500 MB/s" in text
     assert "workers: {processes: 10}" in text and "consumer" not in text
-    assert "are fed already" in texts(verdict.reach(900, model, 2, 2, 2.0, 100_000))
-    assert "3 trainers" in texts(verdict.reach(25_000, model, 2, 2, 2.0, 100_000))
+    assert "are fed already" in texts(verdict.reach(900, model, 2, 2, 100_000))
+    assert "3 trainers" in texts(verdict.reach(25_000, model, 2, 2, 100_000))
