@@ -84,13 +84,20 @@ def choose(output: Output, height: int, width: int, device: Any) -> tuple[str, P
         return "torch", ours
     try:
         kernel = fused(output)
-        if _agree(kernel, ours, output, height, width, device):
-            return "triton", kernel
+        with _current(device):  # Triton launches there, wherever the tensors are
+            if _agree(kernel, ours, output, height, width, device):
+                return "triton", kernel
         why = "its numbers differ from plain torch's"
     except Exception as error:
         why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     log.warning("Triton does not work on %s (%s): plain torch finishes the batches", device, why)
     return "torch", ours
+
+
+def _current(device: Any) -> Any:
+    import torch
+
+    return torch.cuda.device(device)
 
 
 def _agree(kernel: Pass, other: Pass, output: Output, height: int, width: int, device: Any) -> bool:
