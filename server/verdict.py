@@ -173,16 +173,20 @@ class Headroom:
         stage: that one.
         rate: images per second.
         then: the stage that would limit.
+        quiet: whether others used the CPUs when it was measured, and this is what it were without them.
     """
 
     stage: str
     rate: float
     then: str
+    quiet: bool = False
 
     @property
     def text(self) -> str:
+        alone = " on a quiet machine" if self.quiet else ""
         return (
-            f"if {called(self.stage)} cost nothing, the limit would be {self.rate:,.0f} images/s: {called(self.then)}"
+            f"if {called(self.stage)} cost nothing, the limit would be {self.rate:,.0f} images/s{alone}: "
+            f"{called(self.then)}"
         )
 
 
