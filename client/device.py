@@ -138,8 +138,8 @@ class Cuda:
     def lock(self, nbytes: int) -> NDArray[np.uint8]:
         # On this device: from a thread that knows of none torch would open a context on the first GPU.
         with self._here(f"{nbytes} bytes of page-locked memory for a batch"):
-            locked: NDArray[np.uint8] = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
-        return locked
+            locked = self._torch.empty(nbytes, dtype=self._torch.uint8, device="cpu", pin_memory=True)
+            return locked.numpy()  # type: ignore[no-any-return]
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         with self._here(f"a batch of {tuple(shape)} {dtype} on {self.name}"):

@@ -272,6 +272,22 @@ def test_epochs_arrive_whole_and_in_order_while_the_trainer_lags_behind(
     assert 0 < stats["page_locked"] == sum(map(len, device.locked))
 
 
+@pytest.mark.parametrize("prefetch", [0, 5])
+def test_texts_stay_on_the_host_beside_pictures_on_the_device(
+    tmp_path: Path, device: LateDevice, prefetch: int
+) -> None:
+    with (
+        ScriptedDaemon(tmp_path / "t", samples=10, size=(4, 6), labels="text", columns=["n"], bad=[2]) as daemon,
+        open_loader(daemon, prefetch=prefetch) as loader,
+    ):
+        seen = []
+        for batch in loader:
+            device.synchronize()
+            assert len(batch.images) == len(batch.labels) == len(batch.extra["n"])
+            seen += zip(batch.images[:, 0, 0, 0].tolist(), batch.labels, strict=True)
+    assert seen == [(level(0, p), f"label {9 - p} é") for p in range(10) if p != 2]
+
+
 def test_as_many_batches_lie_on_the_device_as_is_said(
     daemon: ScriptedDaemon, device: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
