@@ -23,7 +23,8 @@ demo: env-demo
 test: env-dev
 	.venv/bin/pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder
 
-# On a machine with an NVIDIA GPU; elsewhere each of them says why it is skipped.
+# On a machine with an NVIDIA GPU; elsewhere each of them says why it is skipped. What it prints last are the figures of
+# benchmarks/gpu_train.py, of a machine that does nothing else.
 test-gpu: env-dev
 	.venv/bin/pytest -m gpu tests/gpu
 

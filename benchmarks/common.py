@@ -128,7 +128,7 @@ class Daemon:
 
     Args:
         folder: of the pictures.
-        stream: further keys of the stream.
+        stream: further keys of the stream; more_workers: of `workers`.
         more: further keys of the configuration.
     """
 
@@ -139,6 +139,7 @@ class Daemon:
         workers: int,
         backend: str = "auto",
         stream: Mapping[str, Any] | None = None,
+        more_workers: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="headrace-bench-")
@@ -148,7 +149,7 @@ class Daemon:
         document = {
             "listen": self.address,
             "cache_dir": str(home / "cache"),
-            "workers": {"processes": workers, "backend": backend},
+            "workers": {"processes": workers, "backend": backend} | dict(more_workers or {}),
             "streams": {"train": training_stream(folder) | dict(stream or {})},
             **more,
         }
@@ -187,6 +188,15 @@ def training_stream(folder: Path) -> dict[str, Any]:
         "transforms": [{"random_resized_crop": {"size": SIZE}}, "random_horizontal_flip"],
         "output": {"mean": list(MEAN), "std": list(STD)},
     }
+
+
+def torchvision_operators() -> None:
+    """Before torchvision is imported: wheels of torch without CUDA lack what its own operators register."""
+    import torch
+
+    for operator in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, operator):
+            torch.library.define(f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
 
 
 # -- what /proc says ----------------------------------------------------------------------------------------------

@@ -125,13 +125,11 @@ def consume(batches: Iterable[Any]) -> int:
     return count
 
 
-def pictures(folder: Path, *, levels: bool) -> Any:
+def pictures(folder: Path, *, levels: bool, size: int = common.SIZE) -> Any:
     """torchvision's data set of a folder; as uint8 `levels` or as normalised float32."""
-    for operator in ("nms", "qnms"):  # wheels of torch without CUDA lack what torchvision's own operators register
-        if not hasattr(torch.ops.torchvision, operator):
-            torch.library.define(f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+    common.torchvision_operators()
     datasets, t = import_module("torchvision.datasets"), import_module("torchvision.transforms")
-    chain = [t.RandomResizedCrop(common.SIZE), t.RandomHorizontalFlip()]
+    chain = [t.RandomResizedCrop(size), t.RandomHorizontalFlip()]
     chain += [t.PILToTensor()] if levels else [t.ToTensor(), t.Normalize(common.MEAN, common.STD)]
     return datasets.ImageFolder(folder, t.Compose(chain))
 

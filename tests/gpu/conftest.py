@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,3 +34,18 @@ def why_not() -> str:
 def with_gpu(why_not: str) -> None:
     if why_not:
         pytest.skip(f"no GPU that renders: {why_not}")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Generator[None, None, None]:
+    """The figures, behind all else at the end of a run that asked for them."""
+    yield
+    for outcome in ("passed", "failed", "skipped"):
+        for report in terminalreporter.getreports(outcome):
+            if report.nodeid.endswith("test_gpu_figures.py::test_figures"):
+                terminalreporter.section("figures")
+                for name, line in report.user_properties:
+                    if name == "figure":
+                        terminalreporter.write_line(line)
+                if outcome == "skipped":
+                    terminalreporter.write_line(f"not measured: {report.longrepr[2].removeprefix('Skipped: ')}")
