@@ -44,7 +44,7 @@ class Session:
         ended: it stays only for its leases.
         delivered: chunks that it got; hits: of these, those that were computed for an earlier request; recomputed:
             those that were computed for it and had been before.
-        last: the address of the one that it got last.
+        last: the address of the one that it got last; None before the first.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Session:
     delivered: int = 0
     hits: int = 0
     recomputed: int = 0
-    last: Address = (0, 0)
+    last: Address | None = None
 
 
 class Task(NamedTuple):
@@ -243,9 +243,11 @@ class Desk:
         """Requests that have no answer yet."""
         return sum(len(session.pending) for session in self._sessions)
 
-    def lag(self, session: Session) -> int:
-        """Chunks that it is behind the session that is furthest."""
-        return self._line(max(each.last for each in self._sessions)) - self._line(session.last)
+    def lags(self) -> dict[Session, int]:
+        """Chunks by which each session is behind the one that is furthest; 0 before it has got any."""
+        at = {session: self._line(session.last) for session in self._sessions if session.last is not None}
+        furthest = max(at.values(), default=0)
+        return {session: furthest - at.get(session, furthest) for session in self._sessions}
 
     def _line(self, address: Address) -> int:
         epoch, chunk = address

@@ -49,10 +49,16 @@ class Measures:
 
     def clients(self, sessions: Iterable[tuple[Connection, Session, Desk]]) -> list[ClientStatus]:
         """One by one."""
-        return [_client(connection, session, desk) for connection, session, desk in sessions]
+        lags: dict[Desk, dict[Session, int]] = {}
+        found = []
+        for connection, session, desk in sessions:
+            if desk not in lags:
+                lags[desk] = desk.lags()
+            found.append(_client(connection, session, lags[desk].get(session, 0)))
+        return found
 
 
-def _client(connection: Connection, session: Session, desk: Desk) -> ClientStatus:
+def _client(connection: Connection, session: Session, lag: int) -> ClientStatus:
     report = connection.report or Report(token=connection.token, batches=0, images=0, waited=0.0, spent=0.0, stages={})
     return ClientStatus(
         client=connection.name,
@@ -65,7 +71,7 @@ def _client(connection: Connection, session: Session, desk: Desk) -> ClientStatu
         delivered=session.delivered,
         hits=session.hits,
         recomputed=session.recomputed,
-        lag=desk.lag(session),
+        lag=lag,
         batches=report.batches,
         images=report.images,
         waited=report.waited,

@@ -72,16 +72,18 @@ def test_a_straggler_is_known_by_what_was_computed_again_for_it_and_how_far_it_l
         compute(at)
         [delivery] = at.deliveries()
         at.release(leader, delivery.request)
-    assert (at.lag(leader), at.lag(straggler)) == (0, CHUNKS - 1)
+    assert at.lags() == {leader: 0, straggler: 0}  # it has not begun
     at.get(straggler, 0, (0, 2))
     assert (compute(at), at.cache.filling) == ((0, 2), 0)
     assert len(at.deliveries()) == 1
     assert (straggler.delivered, straggler.hits, straggler.recomputed) == (1, 0, 1)
-    assert at.lag(straggler) == CHUNKS - 3
+    assert at.lags() == {leader: 0, straggler: CHUNKS - 3}
     at.get(leader, CHUNKS, (1, 0))
     compute(at)
     at.deliveries()
-    assert at.lag(straggler) == CHUNKS - 2  # epochs follow one another
+    assert at.lags() == {leader: 0, straggler: CHUNKS - 2}  # epochs follow one another
+    at.leave(leader)
+    assert at.lags() == {straggler: 0}
     assert (leader.hits, leader.recomputed) == (0, 0)
 
 
