@@ -32,7 +32,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -97,8 +96,12 @@ def measured(args: argparse.Namespace, folder: Path) -> tuple[list[common.Claim]
     claims: list[common.Claim] = []
     details: dict[str, Any] = {}
 
+    def one(name: str) -> dict[str, Any]:
+        with mps() if name.endswith("MPS") else contextlib.nullcontext():
+            return common.fresh(__file__, "--side", name, *options)
+
     def rounds(sides: tuple[str, ...]) -> common.Rounds:
-        found = common.interleaved(sides, args.rounds, lambda name: common.fresh(__file__, "--side", name, *options))
+        found = common.interleaved(sides, args.rounds, one)
         common.speeds(found)
         return found
 
@@ -131,9 +134,13 @@ def possible(name: str, *, cpu: bool) -> bool:
     """Whether a side of the loop can be measured here; it is said if not."""
     if cpu and "GPU" in name:
         return False
-    if name.endswith("MPS") and shutil.which(MPS) is None:
-        common.say(f"    not measured: {name}: {MPS} is not installed")
-        return False
+    if name.endswith("MPS"):
+        try:
+            with mps():
+                pass
+        except (OSError, subprocess.SubprocessError) as error:
+            common.say(f"    not measured: {name}: {error}")
+            return False
     return True
 
 
@@ -141,8 +148,6 @@ def side(args: argparse.Namespace) -> dict[str, Any]:
     """What one side gives, in this process."""
     gpus.count_by_bus()
     with contextlib.ExitStack() as stack:
-        if args.side.endswith("MPS"):
-            stack.enter_context(mps())
         if args.side == "copy":
             return copying(args)
         if args.side in DELIVERY:
@@ -263,16 +268,25 @@ def _synchronise(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def mps() -> Iterator[None]:
-    """This process, which has not started CUDA yet, and those it starts are clients of a service of their own."""
+    """Processes that are started meanwhile are clients of a service of their own. They have to end before it does.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it is not installed, does not start, or does not end.
+    """
+    variables = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
     with tempfile.TemporaryDirectory(prefix="headrace-mps-") as name:
-        for variable in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
+        for variable in variables:
             (folder := Path(name) / variable).mkdir()
             os.environ[variable] = str(folder)
-        subprocess.run([MPS, "-d"], check=True, timeout=_PATIENCE)
         try:
-            yield
+            subprocess.run([MPS, "-d"], check=True, timeout=_PATIENCE)
+            try:
+                yield
+            finally:
+                subprocess.run([MPS], input=b"quit -t 10\n", check=False, timeout=_PATIENCE)
         finally:
-            subprocess.run([MPS], input=b"quit\n", check=False, timeout=_PATIENCE)
+            for variable in variables:
+                del os.environ[variable]
 
 
 # -- copying and finishing ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,12 +43,13 @@ def claims(program: Any, monkeypatch: pytest.MonkeyPatch, *, mps: bool, **more: 
 
     def fresh(_: str, option: str, side: str, *options: Any) -> dict[str, Any]:
         assert option == "--side" and options[:2] == ("--folder", Path("/photos"))
+        assert ("CUDA_MPS_PIPE_DIRECTORY" in os.environ) == side.endswith("MPS")
         if side == "copy":
             return {"copy_share": 0.97, "finish_share": 0.85}
         return {"images": 10, "images_per_s": speed[side], "others": 0.0}
 
     monkeypatch.setattr(program.common, "fresh", fresh)
-    monkeypatch.setattr(program.shutil, "which", lambda name: "/usr/bin/it" if mps else None)
+    monkeypatch.setattr(program, "MPS", "true" if mps else "no-such-program")
     found, _ = program.measured(asked(**more), Path("/photos"))
     return {claim.text: claim.measured for claim in found}
 
@@ -60,7 +62,8 @@ def test_each_figure_is_held_against_its_limit(
     assert len(claims(program, monkeypatch, mps=True, only=("train",))) == 3
     assert "not measured" not in capsys.readouterr().out
     assert len(claims(program, monkeypatch, mps=False)) == 5
-    assert f"not measured: GPU worker, MPS: {program.MPS} is not installed" in capsys.readouterr().out
+    assert "not measured: GPU worker, MPS: [Errno 2] No such file or directory: 'no-such" in capsys.readouterr().out
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     assert claims(program, monkeypatch, mps=True, cpu=True) == {}  # of what stands in for a GPU nothing is claimed
 
 
