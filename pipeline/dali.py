@@ -344,7 +344,7 @@ def _finished(task: _Task, i: int, image: NDArray[np.uint8], start: tuple[int, i
     colour = task.params.colour
     if start is None and not colour:
         return image
-    shown = Image.fromarray(image)
+    shown = _image(image)
     if start is not None:
         shown = show(shown, task.views[i], task.params, offset=start[::-1])
         task.lap("resize", nbytes=task.out[i].nbytes)
@@ -352,6 +352,14 @@ def _finished(task: _Task, i: int, image: NDArray[np.uint8], start: tuple[int, i
         shown = paint(shown, colour, i)
         task.lap("colour", nbytes=task.out[i].nbytes)
     return np.asarray(shown)
+
+
+def _image(pixels: NDArray[np.uint8]) -> Image.Image:
+    """As `Image.fromarray`, which fills the image with black before it copies the pixels."""
+    height, width = pixels.shape[:2]
+    image = Image.new("RGB", (width, height), None)
+    image.frombytes(pixels, "raw", "RGB")
+    return image
 
 
 def _culprit(rows: Rows, text: str) -> int | None:
