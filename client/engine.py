@@ -476,14 +476,18 @@ class Engine:
             complete = assembly.arrived(want, bad)
         clock.lap("copy")
         try:
-            made = [(draft, form.make(draft, assembly.epoch)) for draft in complete]
+            made = []
+            for draft in complete:
+                if form.make_way():
+                    clock.lap("device")
+                made.append((draft, form.make(draft, assembly.epoch)))
+                clock.lap("finish", 0)
         except BaseException:
             with self._locked():
                 for each in self._assemblies:
                     each.discard()  # a draft is made up in place, and just once
             self._outstanding.clear()
             raise
-        clock.lap("finish", 0)
         with self._locked():
             for draft, batch in made:
                 draft.batch = batch

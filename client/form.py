@@ -59,7 +59,7 @@ class Form:
             torch, output, height=height, width=width, batch_size=batch_size, prefetch=prefetch, mixing=mixing
         )
         self.allocate, self.finish = self._pixels.allocate, self._pixels.finish
-        self.hand_over, self.close = self._pixels.hand_over, self._pixels.close
+        self.make_way, self.hand_over, self.close = self._pixels.make_way, self._pixels.hand_over, self._pixels.close
         self._text_labels = text_labels
         self._columns = tuple(columns)
         row = (str,) * text_labels + (Any,) * len(self._columns)
@@ -83,7 +83,6 @@ class Form:
 
         Raises:
             MemoryError: there is none for it.
-            DeadlineError: its device takes nothing.
         """
         indices, valid, texts, kept = draft.indices, draft.valid, draft.texts, None
         if not draft.keep.all():

@@ -46,7 +46,7 @@ class Pace:
     Attributes:
         batches, images: that the trainer took; of images the valid ones.
         waited, spent: seconds inside `next()`, and in all, without what lies between epochs.
-        stages: `wait`, `copy`, `finish`.
+        stages: `wait`, `copy`, `finish`, `device`.
     """
 
     def __init__(self) -> None:

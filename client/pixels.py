@@ -39,6 +39,13 @@ class Pixels(Protocol):
     def finish(self, levels: NDArray[np.uint8], out: NDArray[Any]) -> None:
         """Take pictures, uint8 (n, H, W, 3), to as many of those rows; on return `levels` may change."""
 
+    def make_way(self) -> bool:
+        """Wait until another draft may be made up; whether that had to be waited for.
+
+        Raises:
+            DeadlineError: the device takes nothing, or the Loader was closed.
+        """
+
     def make(self, draft: Draft, kept: NDArray[np.int64] | None, valid: NDArray[np.bool_], epoch: int) -> Made:
         """What a draft that misses nothing comes to.
 
@@ -86,6 +93,9 @@ class HostPixels:
 
     def allocate(self, rows: int) -> NDArray[Any]:
         return self._finisher.rows(self._memory.take(), rows)
+
+    def make_way(self) -> bool:
+        return False
 
     def make(self, draft: Draft, kept: NDArray[np.int64] | None, valid: NDArray[np.bool_], epoch: int) -> Made:
         """Closed up and mixed in place."""

@@ -2,7 +2,8 @@
 
 A stage is what one process does with one thread after another: of workers `wait` (for a task), `read`, `plan`,
 `decode`, `resize`, `colour`, `write`, or `render` where a backend does all of these at once; of the daemon `send`; of a
-Loader `wait` (for a batch), `copy` and `finish`. Measuring one piece of work takes about a microsecond.
+Loader `wait` (for a batch), `copy`, `finish` and `device` (a GPU that is behind). Measuring one piece of work takes
+about a microsecond.
 """
 
 from __future__ import annotations

@@ -130,13 +130,23 @@ class DevicePixels:
     def finish(self, levels: NDArray[np.uint8], out: NDArray[Any]) -> None:
         np.copyto(out, levels)
 
+    def make_way(self) -> bool:
+        pause, deadline = _LOOK[0], time.monotonic() + self._timeout
+        self._reap()
+        full = len(self._under_way) >= _UNDER_WAY
+        while len(self._under_way) >= _UNDER_WAY:
+            if time.monotonic() > deadline or self._stopped():
+                raise DeadlineError(f"{self._device.name} has not taken a batch for {self._timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK[1])
+            self._reap()
+        return full
+
     def make(self, draft: Draft, kept: NDArray[np.int64] | None, valid: NDArray[np.bool_], epoch: int) -> Made:
         """
         Raises:
-            DeadlineError: the device takes nothing.
-            MemoryError: it has none left.
+            MemoryError: the device has none left.
         """
-        self._make_way()
         base = draft.images.base
         assert isinstance(base, np.ndarray) and base.size == self.staged_bytes
         rows, first = len(draft.images), draft.positions.start
@@ -203,21 +213,6 @@ class DevicePixels:
         """Let go of what has arrived."""
         while self._under_way and self._under_way[0][0].done():
             self._under_way.popleft()
-
-    def _make_way(self) -> None:
-        """Wait until another batch may be submitted.
-
-        Raises:
-            DeadlineError: it takes too long, or the Loader is closed.
-        """
-        pause, deadline = _LOOK[0], time.monotonic() + self._timeout
-        self._reap()
-        while len(self._under_way) >= _UNDER_WAY:
-            if time.monotonic() > deadline or self._stopped():
-                raise DeadlineError(f"{self._device.name} has not taken a batch for {self._timeout:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, _LOOK[1])
-            self._reap()
 
 
 def _aligned(nbytes: int) -> int:

@@ -76,6 +76,7 @@ def make(form: Form, seed: int = 0, keep: list[bool] | None = None, labels: Any 
     form.finish(source[:2], draft.images[:2])
     form.finish(source[2:], draft.images[2:])
     source[...] = POISON  # the slot is leased to somebody else
+    form.make_way()
     return form.make(draft, epoch=3)
 
 
@@ -330,6 +331,8 @@ def test_an_epoch_that_is_broken_off_leaves_memory_that_is_under_way_alone(
                 assert batch.images[:, 0, 0, 0].tolist() == wanted
                 if batch.step == epoch:
                     break
+        device_stage = loader.stats()["stages"]["device"]
+    assert device_stage["count"] > 0 and device_stage["seconds"] > 0
 
 
 def test_closing_ends_the_thread_though_the_device_takes_nothing(
