@@ -12,7 +12,7 @@ from headrace import __version__
 from headrace.errors import ConfigError
 from headrace.server import report
 from headrace.server.profile import Profile
-from headrace.server.verdict import Chain, called
+from headrace.server.verdict import Chain, called, plural, shown
 
 _STYLE = """
 :root{--ink:#1b2330;--soft:#5d6878;--line:#d7dce3;--page:#fff;--quiet:#f3f5f8}
@@ -80,13 +80,13 @@ def _page(profile: Profile) -> Iterator[str]:
     yield f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
     yield f"<h1>{_text(title)}</h1><p class=soft>{_text(profile.what)}</p>"
     said = _text(_sentence(profile.verdict.text))
-    yield f"<div class=verdict><p><b>{profile.best.rate:,.0f} images/s.</b> {said}</p>"
+    yield f"<div class=verdict><p><b>{shown(profile.best.rate)} images/s.</b> {said}</p>"
     if profile.headroom is not None:
         yield f"<p>{_text(_sentence(profile.headroom.text))}</p>"
     yield "</div>"
     if profile.alone:
         yield "<h2>Each stage alone, milliseconds of one core for an image</h2>"
-        yield from _bars([(one.stage, one.seconds * 1e3, f"{one.rate:,.0f} images/s") for one in profile.alone])
+        yield from _bars([(one.stage, one.seconds * 1e3, f"{shown(one.rate)} images/s") for one in profile.alone])
     yield "<h2>Where the workers' time goes</h2>"
     yield from _shares(profile.chains)
     if len(profile.chains) > 1 or profile.forecasts:
@@ -98,8 +98,8 @@ def _page(profile: Profile) -> Iterator[str]:
             yield "</ul>"
     yield "<h2>What to do</h2><ul>"
     for one in (*profile.advice, *(profile.target or ())):
-        shown = "".join(f"<br><code>{_text(line)}</code>" for line in one.lines)
-        yield f"<li>{_text(_sentence(one.text))}{shown}</li>"
+        keys = "".join(f"<br><code>{_text(line)}</code>" for line in one.lines)
+        yield f"<li>{_text(_sentence(one.text))}{keys}</li>"
     yield "</ul><h2>All figures</h2>"
     yield f"<pre>{_text(chr(10).join(report.lines(profile)))}</pre>"
     yield f"<p class=soft>headrace {__version__}</p></body></html>"
@@ -123,7 +123,7 @@ def _shares(chains: Sequence[Chain]) -> Iterator[str]:
     for i, chain in enumerate(chains):
         total = (chain.busy + chain.wait) or 1.0
         y, x = 34 * i, float(_LEFT)
-        workers = f"{chain.workers} worker" + ("s" if chain.workers != 1 else "")
+        workers = f"{chain.workers} {plural(chain.workers, 'worker')}"
         yield f'<text x="{_LEFT - 8}" y="{y + 20}" text-anchor="end">{workers}</text>'
         for name in (*names, "idle"):
             share = (chain.wait if name == "idle" else chain.stages.get(name, 0.0)) / total
@@ -135,7 +135,7 @@ def _shares(chains: Sequence[Chain]) -> Iterator[str]:
             if share > 0.07:
                 yield f'<text x="{x + 5:.1f}" y="{y + 20}" style="fill:#fff">{share:.0%}</text>'
             x += width
-        yield f'<text class=soft x="{x + 8:.1f}" y="{y + 20}">{chain.rate:,.0f} images/s</text>'
+        yield f'<text class=soft x="{x + 8:.1f}" y="{y + 20}">{shown(chain.rate)} images/s</text>'
     yield "</svg><p class=key>"
     yield from (
         f'<span><i style="background:{_colour(name)}"></i>{_text(called(name))}</span>' for name in (*names, "idle")

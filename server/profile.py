@@ -39,7 +39,7 @@ from headrace.protocol import Pong
 from headrace.server import rates, ring_size, verdict
 from headrace.server.own import serving
 from headrace.server.usage import cpu_seconds, machine_seconds, own_bytes
-from headrace.server.verdict import Advice, Chain, Headroom, Machine, Model, Setting, Verdict
+from headrace.server.verdict import Advice, Chain, Headroom, Machine, Model, Setting, Verdict, plural
 from headrace.server.verify import Progress, Watch
 from headrace.slots import Ring, SlotLayout
 from headrace.stages import Stages
@@ -281,7 +281,9 @@ def _setting(stream: Stream, team: Crew, stages: _Stages, here: int) -> Setting:
     )
 
 
-def _reached(target: float | None, model: Model, workers: int, here: int, nbytes: float) -> tuple[Advice, ...] | None:
+def _reached(
+    target: float | None, model: Model, workers: int, here: int | None, nbytes: float
+) -> tuple[Advice, ...] | None:
     return None if target is None else tuple(verdict.reach(target, model, workers, here, nbytes))
 
 
@@ -720,7 +722,8 @@ def against(
     setting = Setting("", chain.workers, chain.workers, again=again / delivered if delivered else 0.0)
     return Profile(
         stream=stream or "",
-        what=f"the daemon at {address}, {len(after.workers)} workers, {chain.consumers} trainers; "
+        what=f"the daemon at {address}, {chain.workers} {plural(chain.workers, 'worker')}, {chain.consumers} "
+        f"{plural(chain.consumers, 'trainer')}; "
         f"watched for {chain.seconds:.1f} s",
         machine=None,
         alone=(),
@@ -733,7 +736,7 @@ def against(
         distrust=(),
         memory=None,
         advice=tuple(verdict.advise(found, chain, model, setting)),
-        target=_reached(target, model, chain.workers, chain.workers, chain.nbytes / max(1, chain.rendered)),
+        target=_reached(target, model, chain.workers, None, chain.nbytes / max(1, chain.rendered)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from headrace.server.profile import Memory, Profile
-from headrace.server.verdict import OTHER_STAGES, Advice, Chain, called, off
+from headrace.server.verdict import OTHER_STAGES, Advice, Chain, called, off, plural, shown
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
@@ -19,7 +19,9 @@ def _lines(profile: Profile) -> Iterator[str]:
     yield (f"stream {profile.stream}: " if profile.stream else "") + profile.what
     if profile.machine is not None:
         at = profile.machine
-        yield f"{at.cpus} CPUs" + (f", threads of {at.cores} cores" if at.cores != at.cpus else "")
+        yield f"{at.cpus} {plural(at.cpus, 'CPU')}" + (
+            f", threads of {at.cores} {plural(at.cores, 'core')}" if at.cores != at.cpus else ""
+        )
     if profile.alone:
         yield ""
         yield from _table(
@@ -27,7 +29,7 @@ def _lines(profile: Profile) -> Iterator[str]:
             [
                 [
                     stage.stage,
-                    f"{stage.rate:,.0f}",
+                    f"{shown(stage.rate)}",
                     f"{stage.seconds * 1e3:.3f}",
                     f"{stage.first * 1e3:.3f}" if stage.first is not None else "",
                     f"{stage.nbytes * stage.rate / 1e6:,.0f}" if stage.nbytes else "",
@@ -36,7 +38,7 @@ def _lines(profile: Profile) -> Iterator[str]:
             ],
         )
         if profile.handing is not None:
-            yield f"handed out of a full ring to one consumer: {profile.handing:,.0f} images/s"
+            yield f"handed out of a full ring to one consumer: {shown(profile.handing)} images/s"
     yield ""
     yield from _chains(profile)
     yield ""
@@ -45,7 +47,7 @@ def _lines(profile: Profile) -> Iterator[str]:
         yield f"headroom: {profile.headroom.text}"
     if profile.potential is not None and profile.verdict.stage in OTHER_STAGES:
         times = f", {profile.potential / profile.best.rate:.1f} times as many" if profile.best.rate else ""
-        yield f"headroom: the workers could feed {profile.potential:,.0f} images/s{times}"
+        yield f"headroom: the workers could feed {shown(profile.potential)} images/s{times}"
     yield from _forecasts(profile)
     if profile.memory is not None:
         yield from _memory(profile.memory, profile.best.workers)
@@ -67,7 +69,7 @@ def _chains(profile: Profile) -> Iterator[str]:
         [
             [
                 str(chain.workers),
-                f"{chain.rate:,.0f}",
+                f"{shown(chain.rate)}",
                 *(f"{share:.0%}".rstrip("%") for share in _shares(chain, stages)),
                 f"{chain.idle:.0%}".rstrip("%"),
                 *([f"{chain.used:.2f}", f"{(chain.others + chain.stolen) * cpus:.2f}"] if cpus else []),
@@ -87,9 +89,10 @@ def _shares(chain: Chain, stages: Sequence[str]) -> list[float]:
 def _forecasts(profile: Profile) -> Iterator[str]:
     for one in profile.forecasts:
         cpus = f"{one.cpus:.1f}".removesuffix(".0")
-        said = f"prediction: {one.workers} workers on {cpus} CPUs {one.rate:,.0f} images/s (measured with {one.basis})"
+        who = f"{one.workers} {plural(one.workers, 'worker')} on {cpus} CPUs"
+        said = f"prediction: {who} {shown(one.rate)} images/s (measured with {one.basis})"
         if one.measured is not None:
-            said += f"; they gave {one.measured:,.0f}, so it is {off(one.rate, one.measured):+.0%} off"
+            said += f"; they gave {shown(one.measured)}, so it is {off(one.rate, one.measured):+.0%} off"
         yield said + (f"; then {called(one.limit)} is the limit" if one.limit != profile.verdict.stage else "")
     for reason in profile.distrust:
         yield f"  not to be trusted: {reason}"
@@ -102,7 +105,8 @@ def _memory(memory: Memory, workers: int) -> Iterator[str]:
         f"{memory.least} of them, by the configuration {memory.usual}"
     )
     yield (
-        f"  {workers} workers and one consumer: {memory.total(workers, usual=False) / _GIB:.2f} GiB at least, "
+        f"  {workers} {plural(workers, 'worker')} and one consumer: "
+        f"{memory.total(workers, usual=False) / _GIB:.2f} GiB at least, "
         f"{memory.total(workers, usual=True) / _GIB:.2f} by the configuration"
     )
 

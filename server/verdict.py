@@ -185,7 +185,7 @@ class Headroom:
     def text(self) -> str:
         alone = " on a quiet machine" if self.quiet else ""
         return (
-            f"if {called(self.stage)} cost nothing, the limit would be {self.rate:,.0f} images/s{alone}: "
+            f"if {called(self.stage)} cost nothing, the limit would be {shown(self.rate)} images/s{alone}: "
             f"{called(self.then)}"
         )
 
@@ -205,6 +205,11 @@ class Advice:
 def called(stage: str) -> str:
     """A stage in a sentence."""
     return WORKER_STAGES.get(stage) or OTHER_STAGES.get(stage) or stage
+
+
+def shown(rate: float) -> str:
+    """Images per second."""
+    return f"{rate:,.0f}" if rate >= 20 else f"{rate:.1f}"
 
 
 # -- which stage limits ---------------------------------------------------------------------------------------
@@ -358,7 +363,7 @@ def distrust(chain: Chain, machine: Machine, workers: int, cpus: float) -> list[
     reasons = []
     if machine.cores < machine.cpus and (cpus > machine.cores or chain.workers > machine.cores):
         reasons.append(
-            f"{machine.cpus} CPUs are threads of {machine.cores} {_plural(machine.cores, 'core')}: "
+            f"{machine.cpus} CPUs are threads of {machine.cores} {plural(machine.cores, 'core')}: "
             "a second thread gives a core a fifth to a half more, not twice as much"
         )
     elif machine.virtual:
@@ -472,7 +477,7 @@ def _on_reading(chain: Chain, model: Model, setting: Setting) -> list[Advice]:
         found.append(
             Advice(
                 f"a worker waits for its files most of the time: {useful} workers would keep {setting.cpus} "
-                f"{_plural(setting.cpus, 'CPU')} busy, if the disk or network gives more to more readers",
+                f"{plural(setting.cpus, 'CPU')} busy, if the disk or network gives more to more readers",
                 (f"workers: {{processes: {useful}}}",),
             )
         )
@@ -545,7 +550,7 @@ def _on_rendering(stage: str, model: Model, setting: Setting) -> list[Advice]:
     workers, cpus = model.needed(2 * model.rate(setting.processes, setting.cpus))
     found.append(
         Advice(
-            f"twice as many images take {cpus} {_plural(cpus, 'CPU')} with {workers} {_plural(workers, 'worker')}, "
+            f"twice as many images take {cpus} {plural(cpus, 'CPU')} with {workers} {plural(workers, 'worker')}, "
             "here or on another host, from which trainers fetch over tcp",
             ("listen: [tcp://HOST:5555]",),
         )
@@ -568,25 +573,29 @@ def _on_finishing(setting: Setting, chain: Chain) -> list[Advice]:
     return found or [Advice("a consumer copies as fast as its memory allows: several trainers take more together")]
 
 
-def reach(target: float, model: Model, workers: int, cpus: int, nbytes: float) -> list[Advice]:
+def reach(target: float, model: Model, workers: int, cpus: int | None, nbytes: float) -> list[Advice]:
     """What it takes to feed so many images per second.
 
     Args:
-        workers, cpus: that there are.
+        workers, cpus: that there are; None: of how many CPUs nobody knows.
         nbytes: of a file.
     """
-    limits = model.limits(workers, cpus)
+    limits = model.limits(workers, math.inf if cpus is None else cpus)
     now = min(limits.values())
     if now >= target:
-        return [Advice(f"{target:,.0f} images/s are fed already: {workers} workers give {now:,.0f}")]
+        return [
+            Advice(f"{shown(target)} images/s are fed already: {workers} {plural(workers, 'worker')} give {shown(now)}")
+        ]
     more, cores = model.needed(target)
     found = []
     if min(limits["workers"], limits["cpus"]) < target:
-        here = "this machine has them" if cores <= cpus else f"this machine has {cpus}"
+        here = ""
+        if cpus is not None:
+            here = ", and this machine has them" if cores <= cpus else f", and this machine has {cpus}"
         found.append(
             Advice(
-                f"{target:,.0f} images/s take {more} {_plural(more, 'worker')} and {cores} {_plural(cores, 'CPU')} "
-                f"without the trainer's own, and {here}; they read {target * nbytes / 1e6:,.0f} MB/s",
+                f"{shown(target)} images/s take {more} {plural(more, 'worker')} and {cores} {plural(cores, 'CPU')} "
+                f"without the trainer's own{here}; they read {target * nbytes / 1e6:,.0f} MB/s",
                 (f"workers: {{processes: {more}}}",),
             )
         )
@@ -616,5 +625,6 @@ def fastest(chains: Iterable[Chain]) -> Chain:
     return max(chains, key=lambda chain: chain.rate)
 
 
-def _plural(count: int, word: str) -> str:
+def plural(count: int, word: str) -> str:
+    """The word for so many."""
     return word if count == 1 else f"{word}s"

@@ -217,7 +217,7 @@ def test_the_report_has_it_all() -> None:
     text = "\n".join(report.lines(FULL))
     for piece in (
         "stream <train>: 10 samples & more",
-        "2 CPUs, threads of 1 cores",
+        "2 CPUs, threads of 1 core",
         "bottleneck: decoding is the limit",
         "headroom: if decoding cost nothing, the limit would be 4,500 images/s: reading",
         "2 workers on 1.5 CPUs 520 images/s (measured with 1); they gave 500, so it is +4% off",

@@ -263,3 +263,9 @@ def test_the_target_says_what_it_takes() -> None:
     assert "workers: {processes: 10}" in text and "consumer" not in text
     assert "are fed already" in texts(verdict.reach(900, model, 2, 2, 100_000))
     assert "3 trainers" in texts(verdict.reach(25_000, model, 2, 2, 100_000))
+    unknown = texts(verdict.reach(5000, model, 2, None, 100_000))
+    assert "take 10 workers and 11 CPUs without the trainer's own; they read" in unknown
+
+
+def test_small_rates_keep_a_digit() -> None:
+    assert [verdict.shown(rate) for rate in (0.0, 3.26, 19.9, 20.4, 12345.6)] == ["0.0", "3.3", "19.9", "20", "12,346"]
