@@ -74,6 +74,7 @@ def test_without_a_gpu_nothing_is_measured_and_it_says_why(program: Any, monkeyp
         program.main()
 
 
+@pytest.mark.soak
 def test_the_loop_trains_on_batches_of_a_daemon_on_the_cpu(photos: Path) -> None:
     options = {"--side": "CPU workers", "--folder": str(photos), "--steps": "1", "--workers": "1"}
     options |= {"--batch-size": "4", "--size": "32", "--model": "mobilenet_v3_small"}
