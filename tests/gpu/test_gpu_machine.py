@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from headrace.device import Cuda
 from headrace.pipeline import gpus, trial
 from headrace.pipeline.machine import choose
 from headrace.pipeline.spec import Workers
@@ -49,3 +50,12 @@ def test_a_gpu_that_is_hidden_is_not_found() -> None:
     program = "import json; from headrace.pipeline import gpus; print(json.dumps(gpus.look().trouble))"
     done = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True)
     assert 'CUDA_VISIBLE_DEVICES="-1"' in json.loads(done.stdout)
+
+
+def test_torch_and_nvml_agree_where_a_gpu_is_so_that_a_loader_finds_its_worker() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip(f"torch {torch.__version__} has no GPU")
+    found = gpus.look().found
+    assert [Cuda(index).bus for index in range(len(found))] == [gpu.bus for gpu in found]
+    assert "" not in [gpu.bus for gpu in found]
