@@ -46,7 +46,7 @@ from headrace.stages import Stages
 from headrace.workers import cpus
 from headrace.workers.crew import Crew, crew
 
-#: Rows of a batch that the chain is asked for.
+#: Rows of a batch that the chain is asked for, and how many are kept ready at least, as by default.
 _BATCH = 64
 _PREFETCH = 2
 #: What is read at most to be rendered from memory.
@@ -236,7 +236,7 @@ def profile(
             f"(medians); pictures of {stream.size[0]}x{stream.size[1]}, {stream.output.dtype}; {backend.render_id}"
         )
     best = verdict.fastest(measured.chains)
-    found = verdict.judge(best)
+    found = verdict.judge(best, here.cpus)
     model = Model.of(best, here.cpus)
     limits = model.limits(best.workers, here.cpus)
     forecasts = _forecasts(measured.chains, here.cpus)
@@ -301,8 +301,10 @@ def _forecasts(chains: Sequence[Chain], here: int) -> list[Forecast]:
         for chain in sorted(chains, key=lambda chain: chain.workers)
         if chain is not first
     ]
-    more = [here] if here > largest.workers else []
-    return found + [_forecast(far, largest, count, count) for count in (*more, 2 * here, 4 * here)]
+    if here > largest.workers:
+        found.append(_forecast(far, largest, here, here))
+    each = max(here, largest.workers)  # who has more workers than CPUs wants them elsewhere, too
+    return found + [_forecast(far, largest, times * each, times * here) for times in (2, 4)]
 
 
 def _forecast(model: Model, basis: Chain, workers: int, here: float, measured: float | None = None) -> Forecast:
@@ -551,7 +553,9 @@ class _Daemon:
         in_flight = team.chunks - team.processes + (team.processes if team.devices else number)
         layout = self._stream.layout(index)
         need = ring_size.Need(layout, in_flight, layout.chunks(len(index)), 1)
-        self._slots = max(need.fewest, min(need.most, _RING // layout.stride))
+        self._slots = max(need.fewest, min(need.most, max(_RING // layout.stride, 2 * in_flight + 2)))
+        # So many batches that every worker finds a chunk that is asked for when it has done with one.
+        self._prefetch = max(_PREFETCH, -(-2 * in_flight * layout.chunk // self._rows(index)))
         settled: dict[str, Any] = {"backend": team.backend}
         if team.devices:  # named, because they are in use: by us
             settled["devices"] = list(team.devices)
@@ -571,6 +575,11 @@ class _Daemon:
         self.memory = Memory(0, 0, 0, layout.stride, need.fewest, usual)
         self.handing: float | None = None
 
+    @staticmethod
+    def _rows(index: Index) -> int:
+        """Of a batch."""
+        return min(_BATCH, len(index))
+
     def measure(self, seconds: float, progress: Progress, *, last: bool) -> Chain:
         """
         Args:
@@ -584,7 +593,7 @@ class _Daemon:
                 Loader(
                     address,
                     stream=self._name,
-                    batch_size=min(_BATCH, len(self._index)),
+                    batch_size=self._rows(self._index),
                     rank=0,
                     world_size=1,
                     last_batch="partial",
@@ -592,7 +601,7 @@ class _Daemon:
                     max_bad=1.0,
                     dtype="float16" if output.dtype == "bfloat16" else None,  # as many bytes, known to NumPy
                     output="numpy",
-                    prefetch=_PREFETCH,
+                    prefetch=self._prefetch,
                 ) as loader,
             ):
                 chain = self._chain(address, loader, seconds, progress)

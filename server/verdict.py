@@ -37,8 +37,8 @@ _LITTLE = 0.05
 _IDLE = 0.25
 #: Share of a consumer's time in copying and finishing from which on these limit.
 _FULL = 0.6
-#: A prediction counts as met within this share.
-CLOSE = 0.15
+#: Share of the CPUs that a chain keeps busy by itself from which on they are all in use.
+_ALL = 0.8
 #: Below so many pictures a measurement says little.
 _FEW = 300
 #: Up to so many times the workers that were measured a prediction is more than a guess.
@@ -215,10 +215,11 @@ def shown(rate: float) -> str:
 # -- which stage limits ---------------------------------------------------------------------------------------
 
 
-def judge(chain: Chain, *, trainers: bool = False) -> Verdict:
+def judge(chain: Chain, cpus: int | None = None, *, trainers: bool = False) -> Verdict:
     """Which stage limits the chain.
 
     Args:
+        cpus: that there are; None: nobody knows.
         trainers: whether real trainers take the images, and not somebody who does nothing with them.
     """
     if not chain.images and not chain.rendered:
@@ -240,6 +241,12 @@ def judge(chain: Chain, *, trainers: bool = False) -> Verdict:
             f"the images waits {chain.waited:.0%} of its own"
         )
         return Verdict("requests", chain.idle, text)
+    if cpus is not None and chain.used > _ALL * cpus and (own := Model.of(chain, cpus).cpu):
+        # Workers that wait for a disk wait beside others that compute, so it is not the disk that is too slow.
+        stage = _longest(own)
+        share = own[stage] / sum(own.values())
+        text = f"{called(stage)} is the limit: all CPUs are in use, and it takes {share:.0%} of the workers' CPU time"
+        return Verdict(stage, share, text)
     stage = _longest(chain.stages)
     share = chain.stages[stage] / chain.busy
     return Verdict(stage, share, f"{called(stage)} is the limit: it takes {share:.0%} of the time that workers work")

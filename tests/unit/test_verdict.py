@@ -44,6 +44,15 @@ def test_of_workers_that_work_the_longest_stage_limits() -> None:
     assert verdict.judge(SLOW_DISK).stage == "read"
 
 
+def test_when_all_cpus_are_in_use_it_is_what_uses_them() -> None:
+    """Many workers hide their disk behind each other."""
+    hidden = replace(ONE, workers=8, stages={**ONE.stages, "read": 13.0}, cpu={"workers": 3.4, "client": 0.3})
+    assert verdict.judge(hidden, 2).stage == "decode"
+    assert "all CPUs are in use" in verdict.judge(hidden, 2).text
+    assert verdict.judge(hidden, 8).stage == "read"
+    assert verdict.judge(hidden).stage == "read"
+
+
 def test_workers_without_work_and_a_consumer_that_works_make_it_the_consumer() -> None:
     slow = replace(ONE, stages={"decode": 0.5}, wait=1.5, client={"copy": 0.0003, "finish": 0.0015})
     assert verdict.judge(slow).stage == "finish"
