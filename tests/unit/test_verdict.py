@@ -46,7 +46,7 @@ def test_of_workers_that_work_the_longest_stage_limits() -> None:
 
 def test_when_all_cpus_are_in_use_it_is_what_uses_them() -> None:
     """Many workers hide their disk behind each other."""
-    hidden = replace(ONE, workers=8, stages={**ONE.stages, "read": 13.0}, cpu={"workers": 3.4, "client": 0.3})
+    hidden = replace(ONE, workers=8, seconds=1.0, stages={**ONE.stages, "read": 6.0})
     assert verdict.judge(hidden, 2).stage == "decode"
     assert "all CPUs are in use" in verdict.judge(hidden, 2).text
     assert verdict.judge(hidden, 8).stage == "read"
