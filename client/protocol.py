@@ -34,12 +34,16 @@ MAX_LANES = 16
 BUCKETS = 32
 MAX_STAGES = 16
 
+#: Sessions that `Pong` names: some 10 KB each, by what clients may say of themselves.
+MAX_CLIENTS = 1000
+
 #: In a render id: equal ids do not give equal bytes, because a picture depends a little on those beside it. What makes
 #: it so follows, the share of `workers.hw_decoder_load`.
 IMPURE = "hw_decoder_load-"
 
 #: What fits into the int64 of an array, so that nothing overflows behind the decoder.
-Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+MAX_COUNT = (1 << 63) - 1
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Name = Annotated[str, Meta(max_length=1024)]
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 #: Bounded like `Count`; of a float NaN is no such number either.
@@ -176,7 +180,7 @@ class Pong(Message, frozen=True, tag=True):
         worker_seconds: from the moment a worker was ready to its end or now, summed likewise. A CPU worker's stages add
             up to it; one of a GPU has several threads.
         streams: by name; None until somebody has asked for the stream and it is open.
-        sessions: that it has now; clients: the same, one by one.
+        sessions: that it has now; clients: the same, one by one, of too many the oldest.
         address: of its Unix socket. Who reaches it there, and finds the same `instance`, is on the same host.
         instance: random, of this run of the daemon.
         notices: what does not work as it is meant to, a sentence each.
@@ -191,7 +195,7 @@ class Pong(Message, frozen=True, tag=True):
     worker_seconds: Seconds
     streams: dict[str, StreamStatus | None]
     sessions: Count
-    clients: list[ClientStatus]
+    clients: Annotated[list[ClientStatus], Meta(max_length=MAX_CLIENTS)]
     address: str
     instance: Token
     notices: list[str]

@@ -20,7 +20,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace.protocol import MAX_OUTSTANDING, RowReject
+from headrace.protocol import MAX_COUNT, MAX_OUTSTANDING, RowReject
 from headrace.server.cache import Address, Cache, History, Slot, State
 
 
@@ -244,10 +244,13 @@ class Desk:
         return sum(len(session.pending) for session in self._sessions)
 
     def lags(self) -> dict[Session, int]:
-        """Chunks by which each session is behind the one that is furthest; 0 before it has got any."""
+        """Chunks by which each session is behind the one that is furthest; 0 before it has got any.
+
+        Which epochs there are is the sessions' word, so a lag may be more than a message can say: it is cut to that.
+        """
         at = {session: self._line(session.last) for session in self._sessions if session.last is not None}
         furthest = max(at.values(), default=0)
-        return {session: furthest - at.get(session, furthest) for session in self._sessions}
+        return {session: min(furthest - at.get(session, furthest), MAX_COUNT) for session in self._sessions}
 
     def _line(self, address: Address) -> int:
         epoch, chunk = address

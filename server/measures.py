@@ -4,10 +4,11 @@ themselves. It decides nothing; `Pong` carries it.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 
-from headrace.protocol import ClientStatus, Report, StageStatus
+from headrace.protocol import MAX_CLIENTS, ClientStatus, Report, StageStatus
 from headrace.server.connection import Connection
 from headrace.server.desk import Desk, Session
 from headrace.stages import Clock, Stages
@@ -48,10 +49,10 @@ class Measures:
         return self._supervisor.worker_seconds(time.monotonic())
 
     def clients(self, sessions: Iterable[tuple[Connection, Session, Desk]]) -> list[ClientStatus]:
-        """One by one."""
+        """One by one, as many of them as a `Pong` takes."""
         lags: dict[Desk, dict[Session, int]] = {}
         found = []
-        for connection, session, desk in sessions:
+        for connection, session, desk in itertools.islice(sessions, MAX_CLIENTS):
             if desk not in lags:
                 lags[desk] = desk.lags()
             found.append(_client(connection, session, lags[desk].get(session, 0)))

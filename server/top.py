@@ -213,6 +213,8 @@ def _safe(text: str) -> str:
 
 
 def _number(value: float) -> str:
+    if not math.isfinite(value):  # of a client that says nonsense of itself
+        return ""
     return f"{value:,.0f}" if value >= 10 or value == round(value) else f"{value:.1f}"
 
 

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from headrace.protocol import MAX_COUNT
 from headrace.server.cache import Slot, State
 from headrace.server.desk import Delivery, Desk, Session
 
@@ -85,6 +86,16 @@ def test_a_straggler_is_known_by_what_was_computed_again_for_it_and_how_far_it_l
     at.leave(leader)
     assert at.lags() == {straggler: 0}
     assert (leader.hits, leader.recomputed) == (0, 0)
+
+
+def test_a_session_that_asks_for_the_last_of_all_epochs_leaves_lags_that_can_be_said() -> None:
+    at = desk(slots=3, in_flight=1)
+    first, stranger = join(at, "first"), join(at, "stranger")
+    for session, epoch in ((first, 0), (stranger, MAX_COUNT)):
+        at.get(session, 1, (epoch, CHUNKS - 1))
+        compute(at)
+        assert len(at.deliveries()) == 1
+    assert at.lags() == {first: MAX_COUNT, stranger: 0}
 
 
 def test_sessions_take_turns_each_with_its_oldest_request() -> None:

@@ -93,8 +93,10 @@ def written(kind: inspect.Type) -> str:
         case inspect.LiteralType(values=values):
             return " | ".join(sorted(map(str, values)))
         case inspect.ListType(item_type=item, min_length=shortest, max_length=longest):
+            if longest is None or shortest is None:
+                return f"list of {written(item)}" + ("" if longest is None else f", at most {longest}")
             assert shortest == longest
-            return f"list of {written(item)}" if longest is None else f"list of {longest} {written(item)}"
+            return f"list of {longest} {written(item)}"
         case inspect.TupleType(item_types=items):
             return ", ".join(map(written, items))
         case inspect.DictType(key_type=key, value_type=value, max_length=longest):

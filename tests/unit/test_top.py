@@ -10,7 +10,7 @@ from rich.console import Console
 from status import client, pong, stage, stream
 
 from headrace.errors import ConnectionLost
-from headrace.protocol import Pong
+from headrace.protocol import MAX_COUNT, Pong
 from headrace.server import top as module
 from headrace.server.top import frame, plain, top
 
@@ -71,6 +71,13 @@ def test_what_is_off_the_scale_stays_within_its_cell() -> None:
     )
     row = cells(plain(frame("ipc:///d.sock", pong(), at)), "decode")
     assert row == ["decode", "5000%", "█" * 10, "1", "5 s", "long", "long"]
+
+
+def test_a_client_that_says_nonsense_of_itself_does_not_end_the_view() -> None:
+    before = pong(uptime=1.0, clients=[client(age=1.0, images=MAX_COUNT)])
+    after = pong(uptime=2.0, clients=[client(age=2.0, images=0, waited=1e12, spent=5e-324)])
+    row = cells(plain(frame("ipc:///d.sock", before, after)), client().client.split()[0])
+    assert "inf" not in row  # less than nothing in next to no time
 
 
 def test_on_a_narrow_terminal_no_number_is_cut() -> None:

@@ -1,0 +1,44 @@
+"""What is said of clients, however many there are and whatever they say of themselves."""
+
+from __future__ import annotations
+
+from status import pong
+
+from headrace import protocol
+from headrace.protocol import BUCKETS, DAEMON_LIMIT, MAX_CLIENTS, MAX_COUNT, MAX_STAGES, Message, Report, StageStatus
+from headrace.server.connection import Connection
+from headrace.server.desk import Desk, Session
+from headrace.server.measures import Measures
+from headrace.workers.crew import Crew
+from headrace.workers.loop import Loop
+from headrace.workers.supervisor import Supervisor
+
+
+class Stranger(Connection):
+    """Says of itself as much as a message takes."""
+
+    def __init__(self) -> None:
+        super().__init__("client at tcp://127.0.0.1:1 " + "\U0010ffff" * 1024, {})
+        self.device = "\U0010ffff" * 1024
+        most = StageStatus(MAX_COUNT, 1e12, MAX_COUNT, [MAX_COUNT] * BUCKETS)
+        self.report = Report(
+            token=bytes(16), batches=MAX_COUNT, images=MAX_COUNT, waited=1e12, spent=1e12,
+            stages={f"{i:02}" + "\U0010ffff" * 30: most for i in range(MAX_STAGES)},
+        )  # fmt: skip
+
+    def say(self, message: Message, *fds: int) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+def test_a_pong_can_be_said_and_read_however_many_clients_there_are() -> None:
+    measures = Measures(Supervisor(Loop(), Crew("pillow", 1), lambda report: None))
+    connection, desk = Stranger(), Desk(4, 1, 1)
+    report = protocol.encode(connection.report or protocol.Ping())
+    assert protocol.decode_client(report) == connection.report
+    clients = measures.clients((connection, Session("a stranger"), desk) for _ in range(MAX_CLIENTS + 1))
+    said = protocol.encode(pong(clients=clients))
+    assert len(clients) == MAX_CLIENTS and len(said) < DAEMON_LIMIT // 2
+    assert protocol.decode_session_reply(said) == pong(clients=clients)
