@@ -1,18 +1,19 @@
 """The HTTP port for whoever watches the daemon: `/metrics` for Prometheus, `/healthz` for a supervisor.
 
 A thread of its own, which knows nothing but the last status that the daemon's loop has published, as bytes: whatever
-is asked for here, however slowly, the loop does not notice. One request at a time, each with a deadline.
+is asked for here, however slowly, the loop does not notice. Nor do others who ask: visitors are served side by side,
+so many at most, each with a deadline.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
 import socket
 import threading
 import time
+from dataclasses import dataclass, field
 
 from headrace import protocol
 from headrace.errors import ConfigError
@@ -23,19 +24,34 @@ log = logging.getLogger(__name__)
 
 #: Seconds that a client has for its request, and again for taking the answer.
 _PATIENCE = 2.0
+#: Seconds that the thread has for its end, which waits for nobody.
+_END = 5.0
 #: Bytes of a request, which has no body.
 _LIMIT = 1 << 14
 #: Seconds after which a status is too old: the loop publishes one a second.
 STALE = 15.0
 _BACKLOG = 16
+#: Visitors at once: of more, the one who has been there longest is sent away.
+_VISITORS = 32
 _PLAIN = "text/plain; charset=utf-8"
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
-_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed",
+_REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed",
             500: "Internal Server Error", 503: "Service Unavailable"}  # fmt: skip
 
 
-class _Given(Exception):
-    """Up: the client is too slow or gone, or the daemon stops."""
+@dataclass(eq=False, slots=True)
+class _Visit:
+    """
+    Attributes:
+        until: when it is sent away.
+        asked: what it has said so far.
+        rest: of the answer, once there is one.
+    """
+
+    connection: socket.socket
+    until: float
+    asked: bytes = b""
+    rest: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
 class Exporter:
@@ -67,6 +83,7 @@ class Exporter:
         self._thread: threading.Thread | None = None
         # Replaced as a whole by the loop, read as a whole by the thread: when, the Pong, what is wrong.
         self._published: tuple[float, bytes, str | None] | None = None
+        self._page: tuple[bytes, bytes] | None = None  # the thread's: a status, and its text
 
     @classmethod
     def at(cls, place: str | None, *, insecure: bool) -> Exporter | None:
@@ -104,7 +121,7 @@ class Exporter:
             return
         os.eventfd_write(self._stop, 1)
         if self._thread is not None:
-            self._thread.join(2 * _PATIENCE + 1.0)
+            self._thread.join(_END)
             if self._thread.is_alive():  # what it still uses stays open
                 log.error("the thread for metrics does not end")
                 return
@@ -115,36 +132,68 @@ class Exporter:
     # -- in the thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stopped(self._socket.fileno(), select.POLLIN, None):
-            try:
-                connection, _ = self._socket.accept()
-            except BlockingIOError:
-                continue
-            except OSError as error:  # no descriptor is left, for instance: it would be ready for ever
-                log.warning("metrics: %s", error)
-                if self._stopped(-1, 0, 1.0):
+        visits: list[_Visit] = []  # who has been there longest comes first
+        shut = 0.0  # until when nobody is let in
+        try:
+            while True:
+                now = time.monotonic()
+                poll = select.poll()
+                poll.register(self._stop, select.POLLIN)
+                if shut <= now:
+                    poll.register(self._socket, select.POLLIN)
+                for visit in visits:
+                    poll.register(visit.connection, select.POLLOUT if visit.rest else select.POLLIN)
+                times = [visit.until for visit in visits] + [shut] * (shut > now)
+                ready = {fd for fd, _ in poll.poll(max(0.0, min(times) - now) * 1000 + 1 if times else None)}
+                if self._stop in ready:
                     return
-                continue
-            with connection:
-                try:
-                    self._serve(connection)
-                except (_Given, OSError):
-                    pass
-                except Exception:
-                    log.exception("metrics")
+                now = time.monotonic()
+                for visit in list(visits):
+                    if (visit.connection.fileno() in ready and self._over(visit, now)) or visit.until <= now:
+                        visit.connection.close()
+                        visits.remove(visit)
+                if self._socket.fileno() in ready:
+                    try:
+                        self._let_in(visits)
+                    except OSError as error:  # no descriptor is left, for instance: it would be ready for ever
+                        log.warning("metrics: %s", error)
+                        shut = now + 1.0
+        finally:
+            for visit in visits:
+                visit.connection.close()
 
-    def _stopped(self, fd: int, events: int, timeout: float | None) -> bool:
-        """Wait for the descriptor, or so long; whether the daemon stops."""
-        poll = select.poll()
-        poll.register(self._stop, select.POLLIN)
-        if fd >= 0:
-            poll.register(fd, events)
-        return any(ready == self._stop for ready, _ in poll.poll(None if timeout is None else timeout * 1000))
-
-    def _serve(self, connection: socket.socket) -> None:
+    def _let_in(self, visits: list[_Visit]) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except BlockingIOError:
+            return
         connection.setblocking(False)
-        head = self._request(connection)
-        method, _, rest = head.partition(b" ")
+        visits.append(_Visit(connection, time.monotonic() + _PATIENCE))
+        if len(visits) > _VISITORS:
+            visits.pop(0).connection.close()
+
+    def _over(self, visit: _Visit, now: float) -> bool:
+        """Go on with a visitor as far as that goes without waiting; whether that was all."""
+        try:
+            if not visit.rest:
+                more = visit.connection.recv(_LIMIT)
+                visit.asked += more
+                if b"\r\n\r\n" not in visit.asked:
+                    return not more or len(visit.asked) > _LIMIT
+                visit.rest, visit.until = memoryview(self._reply(visit.asked)), now + _PATIENCE
+            visit.rest = visit.rest[visit.connection.send(visit.rest) :]
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        except Exception:
+            log.exception("metrics")
+            return True
+        return not visit.rest
+
+    def _reply(self, asked: bytes) -> bytes:
+        """To a request, which is whole."""
+        method, _, rest = asked.partition(b"\r\n")[0].partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
         try:
             status, kind, body = self._answer(method, path)
@@ -156,31 +205,7 @@ class Exporter:
         if status == 405:
             lines.append("Allow: GET, HEAD")
         answer = "\r\n".join([*lines, "", ""]).encode()
-        self._send(connection, answer if method == b"HEAD" else answer + body)
-
-    def _request(self, connection: socket.socket) -> bytes:
-        """The first line of a request."""
-        deadline = time.monotonic() + _PATIENCE
-        data = b""
-        while b"\r\n\r\n" not in data:
-            left = deadline - time.monotonic()
-            if left <= 0 or len(data) > _LIMIT or self._stopped(connection.fileno(), select.POLLIN, left):
-                raise _Given
-            with contextlib.suppress(BlockingIOError):
-                if not (more := connection.recv(_LIMIT)):
-                    raise _Given
-                data += more
-        return data.partition(b"\r\n")[0]
-
-    def _send(self, connection: socket.socket, data: bytes) -> None:
-        deadline = time.monotonic() + _PATIENCE
-        rest = memoryview(data)
-        while rest:
-            left = deadline - time.monotonic()
-            if left <= 0 or self._stopped(connection.fileno(), select.POLLOUT, left):
-                raise _Given
-            with contextlib.suppress(BlockingIOError):
-                rest = rest[connection.send(rest) :]
+        return answer if method == b"HEAD" else answer + body
 
     def _answer(self, method: bytes, path: bytes) -> tuple[int, str, bytes]:
         """Status, content type and body."""
@@ -196,6 +221,8 @@ class Exporter:
             return 503, _PLAIN, f"the daemon's loop has stood still for {age:.0f} s\n".encode()
         if path == b"/healthz":
             return (503, _PLAIN, f"{trouble}\n".encode()) if trouble else (200, _PLAIN, b"ok\n")
-        pong = protocol.decode_session_reply(frame)
-        assert isinstance(pong, Pong)
-        return 200, _METRICS, self._text(pong)
+        if self._page is None or self._page[0] is not frame:  # however often it is asked for
+            pong = protocol.decode_session_reply(frame)
+            assert isinstance(pong, Pong)
+            self._page = frame, self._text(pong)
+        return 200, _METRICS, self._page[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import threading
@@ -108,10 +109,35 @@ def test_who_says_no_request_is_sent_away_and_others_are_answered(exporter: Expo
             pass
 
 
+def test_who_is_slow_does_not_hold_up_others(exporter: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A health check gives up after a second, and its supervisor ends the daemon."""
+    monkeypatch.setattr(module, "_PATIENCE", 600.0)
+    exporter.publish(pong(), None)
+    with contextlib.ExitStack() as opened:
+        slow = [opened.enter_context(socket.create_connection(place(exporter), timeout=20)) for _ in range(40)]
+        for one in slow:
+            one.sendall(b"GET /metrics HTTP/1.1\r\n")
+        assert ask(exporter, "/healthz")[0] == 200
+        assert not slow[0].recv(1)  # there are too many
+        slow[-1].sendall(b"\r\n")
+        assert slow[-1].recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_long_answer_is_sent_as_it_is_taken(exporter: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = bytes(range(256)) * (1 << 15)
+    monkeypatch.setattr(exporter, "_text", lambda status: body)
+    exporter.publish(pong(), None)
+    with socket.create_connection(place(exporter), timeout=20) as other:
+        other.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert ask(exporter, "/healthz")[0] == 200
+        with other.makefile("rb") as file:
+            assert file.read().endswith(b"\r\n\r\n" + body)
+
+
 def test_who_says_only_half_a_request_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE", 60.0)
-    heard, serve = threading.Event(), Exporter._serve
-    monkeypatch.setattr(Exporter, "_serve", lambda self, connection: (heard.set(), serve(self, connection)))
+    heard, over = threading.Event(), Exporter._over
+    monkeypatch.setattr(Exporter, "_over", lambda self, visit, now: (heard.set(), over(self, visit, now))[1])
     made = Exporter("127.0.0.1", 0)
     made.start()
     made.publish(pong(), None)
