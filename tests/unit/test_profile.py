@@ -41,7 +41,7 @@ def config(folder: Path, **more: Any) -> Config:
 @pytest.fixture(scope="module")
 def measured(photos: Path, session_home: Path) -> Profile:
     loaded = config(photos, size=16)
-    return profile.profile(loaded, "train", quiet, workers=[2, 1], seconds=0.5, target=1.0)
+    return profile.profile(loaded, "train", quiet, workers=[1], seconds=0.2, target=1.0)
 
 
 def test_every_stage_is_measured_alone(measured: Profile) -> None:
@@ -57,10 +57,10 @@ def test_every_stage_is_measured_alone(measured: Profile) -> None:
     assert 500 < stages["read"].nbytes < 100_000  # bytes of a photo
 
 
-def test_the_chain_is_measured_for_each_number_of_workers(measured: Profile) -> None:
-    assert [chain.workers for chain in measured.chains] == [1, 2]
+def test_the_chain_is_measured(measured: Profile) -> None:
+    assert [chain.workers for chain in measured.chains] == [1]
     for chain in measured.chains:
-        assert chain.images > 0 and chain.rendered > 0 and chain.seconds >= 0.5
+        assert chain.images > 0 and chain.rendered > 0 and chain.seconds >= 0.2
         assert 0 < chain.busy + chain.wait < 1.5 * chain.workers * chain.seconds
         assert set(chain.cpu) == {"workers", "daemon", "client"}
         assert 0.0 <= chain.waited <= 1.0 and 0.0 <= chain.others <= 1.0
@@ -70,14 +70,24 @@ def test_the_chain_is_measured_for_each_number_of_workers(measured: Profile) -> 
 
 def test_what_follows_is_there(measured: Profile) -> None:
     assert measured.stream == "train" and "48 samples" in measured.what and "fake/1" in measured.what
-    assert measured.forecasts[0].measured == measured.chains[1].rate
-    assert measured.forecasts[-1].measured is None
+    assert measured.forecasts and all(one.measured is None and one.basis == 1 for one in measured.forecasts)
     assert measured.memory is not None
     assert measured.memory.worker > 1 << 20 and measured.memory.daemon > 1 << 20
-    assert measured.memory.least == 3  # of two workers
+    assert measured.memory.least == 2  # of one worker
     assert measured.advice
     assert measured.target is not None and "fed already" in measured.target[0].text
     assert measured.machine is not None and measured.machine.data > 48 * 500
+
+
+def test_the_smallest_measurement_says_what_the_others_give_and_the_largest_what_more_would() -> None:
+    one, two, four = (replace(CHAIN, workers=n, images=900 * n, rendered=900 * n) for n in (1, 2, 4))
+    found = profile._forecasts([two, four, one], 4)
+    assert [(at.workers, at.basis, at.measured) for at in found] == [
+        (2, 1, 360.0), (4, 1, 720.0), (8, 4, None), (16, 4, None),
+    ]  # fmt: skip
+    assert [(at.workers, at.cpus) for at in profile._forecasts([one], 2)] == [(2, 2), (4, 4), (8, 8)]
+    # Who has more workers than CPUs, because they wait for a disk, wants more of them on more CPUs.
+    assert [(at.workers, at.cpus) for at in profile._forecasts([four], 2)] == [(8, 4), (16, 8)]
 
 
 def test_bad_pictures_are_profiled_like_others(photos: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
