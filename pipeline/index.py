@@ -238,7 +238,8 @@ def settled(mtime_ns: int, now_ns: int) -> int:
     return mtime_ns if abs(now_ns - mtime_ns) > RACY_NS else _UNPROVEN
 
 
-_UNPRINTABLE = re.compile(rb"[\x00-\x1f\x7f\\]")
+#: With those of two bytes in UTF-8: U+009B begins a command as ESC [ does.
+_UNPRINTABLE = re.compile(rb"[\x00-\x1f\x7f\\]|\xc2[\x80-\x9f]")
 _NAMED_ESCAPES = {b"\t": b"\\t", b"\n": b"\\n", b"\\": b"\\\\"}
 
 
@@ -249,7 +250,7 @@ def shown(path: bytes) -> str:
 
 
 def _escape(match: re.Match[bytes]) -> bytes:
-    return _NAMED_ESCAPES.get(match[0]) or b"\\x%02x" % match[0][0]
+    return _NAMED_ESCAPES.get(match[0]) or b"".join(b"\\x%02x" % byte for byte in match[0])
 
 
 class Index:

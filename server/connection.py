@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 
 from headrace import protocol
 from headrace.channel import Channel, Closed
-from headrace.protocol import Message, Report
+from headrace.pipeline.index import shown
+from headrace.protocol import Hello, Message, Report
 from headrace.server.desk import Session
 from headrace.server.network import Network
 from headrace.server.transport import Transport
@@ -61,6 +62,12 @@ class Connection(ABC):
         self.token = b""
         self.expelled = False
         self.members: set[tuple[Network, bytes]] = set()
+
+    def introduce(self, hello: Hello, stream: str) -> None:
+        """It has said who it is, for this stream. Its name goes into logs, where it must not be a line of its own."""
+        self.stream, self.device = stream, hello.device
+        if hello.client:
+            self.name += f" {shown(hello.client.encode())}"
 
     @abstractmethod
     def say(self, message: Message, *fds: int) -> None:

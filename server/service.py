@@ -379,8 +379,7 @@ class Service:
             except HeadraceError as error:
                 self._refuse(connection, *to_wire(error))
                 return
-            connection.stream, connection.device = name, hello.device
-            connection.name += f" {hello.client}" if hello.client else ""
+            connection.introduce(hello, name)
             host.waiting.append(connection)
             self._open(host)
 

@@ -317,6 +317,7 @@ def test_a_shown_path_is_one_line_of_text_from_which_the_bytes_can_be_had_again(
 
 
 def test_what_a_terminal_would_obey_is_shown_in_hex() -> None:
+    assert shown("\x9b2J\u00a0é".encode()) == "\\xc2\\x9b2J\u00a0é"
     assert shown(b"a\x1b[31m\r\x00\x7f\t\\x1b") == r"a\x1b[31m\x0d\x00\x7f\t\\x1b"
 
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from status import pong
 
 from headrace import protocol
-from headrace.protocol import BUCKETS, DAEMON_LIMIT, MAX_CLIENTS, MAX_COUNT, MAX_STAGES, Message, Report, StageStatus
+from headrace.protocol import (
+    BUCKETS,
+    DAEMON_LIMIT,
+    MAX_CLIENTS,
+    MAX_COUNT,
+    MAX_STAGES,
+    Hello,
+    Message,
+    Report,
+    StageStatus,
+)
 from headrace.server.connection import Connection
 from headrace.server.desk import Desk, Session
 from headrace.server.measures import Measures
@@ -18,8 +28,8 @@ class Stranger(Connection):
     """Says of itself as much as a message takes."""
 
     def __init__(self) -> None:
-        super().__init__("client at tcp://127.0.0.1:1 " + "\U0010ffff" * 1024, {})
-        self.device = "\U0010ffff" * 1024
+        super().__init__("client at 127.0.0.1", {})
+        self.introduce(Hello(stream="train", client="\x9b" * 1024, device="\U0010ffff" * 1024), "train")
         most = StageStatus(MAX_COUNT, 1e12, MAX_COUNT, [MAX_COUNT] * BUCKETS)
         self.report = Report(
             token=bytes(16), batches=MAX_COUNT, images=MAX_COUNT, waited=1e12, spent=1e12,
@@ -40,5 +50,6 @@ def test_a_pong_can_be_said_and_read_however_many_clients_there_are() -> None:
     assert protocol.decode_client(report) == connection.report
     clients = measures.clients((connection, Session("a stranger"), desk) for _ in range(MAX_CLIENTS + 1))
     said = protocol.encode(pong(clients=clients))
+    assert clients[0].client == "client at 127.0.0.1 " + r"\xc2\x9b" * 1024  # a terminal would obey U+009B
     assert len(clients) == MAX_CLIENTS and len(said) < DAEMON_LIMIT // 2
     assert protocol.decode_session_reply(said) == pong(clients=clients)
