@@ -787,7 +787,10 @@ def watched(before: Pong, after: Pong, seconds: float, stream: str | None = None
         wait=wait,
         nbytes=nbytes,
         client=client,
-        waited=min(1.0, max(0.0, waited / spent_in_all)) if spent_in_all > 0 else 0.0,
+        # Who has taken nothing meanwhile trains, or waits for what it has asked for.
+        waited=min(1.0, max(0.0, waited / spent_in_all))
+        if spent_in_all > 0
+        else float(any(now.outstanding for _, now in pairs)),
         consumers=len(pairs),
     )
 

@@ -201,6 +201,12 @@ def test_a_trainer_that_took_nothing_has_not_waited() -> None:
     assert profile.watched(at, at, 1.0).waited == 0.0
 
 
+def test_a_trainer_that_got_nothing_has_waited_all_the_time() -> None:
+    """Its last report is of before as well, but it has asked for something."""
+    at = status.pong(uptime=9.0, clients=[status.client(age=5.0, images=90, waited=4.0, spent=40.0, outstanding=3)])
+    assert profile.watched(at, at, 1.0).waited == 1.0
+
+
 # -- shown ----------------------------------------------------------------------------------------------------------
 
 
