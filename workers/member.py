@@ -8,6 +8,9 @@ from headrace.workers.fill import Fill, Part
 from headrace.workers.messages import Leaving
 from headrace.workers.process import Child
 
+#: Seconds without a sign of work after which nobody waits any more for a worker's room while others have some.
+PROMPT = 5.0
+
 
 @dataclass(eq=False, slots=True)
 class Job:
@@ -99,6 +102,10 @@ class Member:
         if part.alone:
             return not self.given
         return len(self.given) < self.room and not any(given.part.alone for given in self.given.values())
+
+    def full(self, now: float) -> bool:
+        """Whether it has no room, and shows that it will have some soon. One that may hang is worth no waiting."""
+        return self.works and not self.takes(Part(())) and self.silent(now) < PROMPT
 
     def give(self, given: Given) -> int:
         """Note the part; its number."""

@@ -188,10 +188,11 @@ class Supervisor:
         """Devices that work and have no room: what is for them had better wait, as long as there is something for
         others.
         """
+        now = time.monotonic()
         return {
             worker.device
             for worker in self._workers
-            if worker.device is not None and self._serves(worker) and worker.works and not worker.takes(Part(()))
+            if worker.device is not None and self._serves(worker) and worker.full(now)
         }
 
     def start(self) -> None:

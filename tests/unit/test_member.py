@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from headrace.workers.fill import Part
-from headrace.workers.member import Given, Job, Member
+from headrace.workers.member import PROMPT, Given, Job, Member
 from headrace.workers.messages import Leaving
 
 ROWS, SUSPECT = Part((0, 1)), Part((2,), alone=True)
@@ -26,6 +26,19 @@ def test_it_takes_as_many_parts_as_it_has_room_for() -> None:
     assert not at.takes(ROWS)
     del at.given[1]
     assert at.takes(ROWS) and at.give(given()) == 3  # no number comes twice
+
+
+def test_nobody_waits_for_room_at_one_that_may_hang() -> None:
+    """Whoever is at home there would get nothing for as long as others ask, until it is killed."""
+    at = member()
+    at.give(given(moved=10.0))
+    assert not at.full(11.0)
+    at.give(given(moved=10.0))
+    assert at.full(11.0) and not at.full(10.0 + PROMPT)
+    at.moved = 10.0 + PROMPT  # it has answered
+    assert at.full(11.0 + PROMPT)
+    at.leaving = Leaving(text="no memory", failed=True)
+    assert not at.full(11.0 + PROMPT)
 
 
 def test_a_suspect_has_it_alone() -> None:
