@@ -161,6 +161,9 @@ class Engine:
         self._session: Session | None = None
         self._request = 0
         self._outstanding: dict[int, tuple[Assembly, Want]] = {}
+        #: Whether anything was asked for the next epoch; and what the consumer wanted when that was given up.
+        self._ahead = False
+        self._given_up: object = None
         self._pause = _BACKOFF[0]
         self._trouble = ""
         self._thread = threading.Thread(target=self._run, name="headrace-fetch", daemon=True)
@@ -190,6 +193,8 @@ class Engine:
         """
         self._check_open()
         self._current = ((assembly,) if following is None else (assembly, following), form)
+        with self._lock:
+            self._failure = None  # of before: what is wrong may have been mended, and else it is said again
         self._wake.ring()
 
     def end(self, assembly: Assembly) -> None:
@@ -402,8 +407,11 @@ class Engine:
 
     def _switch(self) -> None:
         """Take up the assemblies that the consumer wants, and take back what was asked for others."""
-        wanted, form = self._current or ((), None)
-        wanted = tuple(assembly for assembly in wanted if not assembly.ended)
+        current = self._current
+        wanted, form = current or ((), None)
+        wanted = tuple(
+            assembly for assembly in wanted[: 1 if current is self._given_up else None] if not assembly.ended
+        )
         if wanted == self._assemblies:
             return
         dropped = [assembly for assembly in self._assemblies if assembly not in wanted]
@@ -417,6 +425,7 @@ class Engine:
                 assembly.discard()
             self._assemblies, self._form = wanted, form
             self._failure = None
+        self._ahead = any(whose is not wanted[0] for whose, _ in self._outstanding.values())
 
     def _ask(self) -> None:
         session = self._session
@@ -428,6 +437,7 @@ class Engine:
             if asked is None:
                 return
             assembly, want = asked
+            self._ahead = self._ahead or assembly is not self._assemblies[0]
             self._request += 1
             self._outstanding[self._request] = asked
             rows = want.rows
@@ -437,7 +447,12 @@ class Engine:
         """What to ask for next, and for whom."""
         before = 0
         for assembly in self._assemblies:
-            if (want := assembly.want(before)) is not None:
+            try:
+                want = assembly.want(before)
+            except Exception:
+                self._ahead = self._ahead or assembly is not self._assemblies[0]
+                raise
+            if want is not None:
                 return assembly, want
             before += assembly.count - assembly.taken
         return None
@@ -571,8 +586,21 @@ class Engine:
         self._pause = _BACKOFF[0]
 
     def _fail(self, error: HeadraceError) -> None:
-        """Something is wrong that is no batch's own fault: the consumer hears it, and then it is tried anew."""
+        """Something is wrong that is no batch's own fault: the consumer hears it, and then it is tried anew.
+
+        But not in this epoch what may be wrong with the next one: this one goes on alone, and finds out.
+        """
         self._leave("")
+        if self._ahead:
+            log.warning(
+                "the next epoch is not fetched ahead: %s", str(error)
+            )  # a record would keep this thread's frames
+            with self._locked():
+                for following in self._assemblies[1:]:
+                    following.discard()
+                self._assemblies = self._assemblies[:1]
+            self._ahead, self._given_up = False, self._current
+            return
         with self._locked():
             # Without the frames of this thread, which refer to the ring.
             self._failure = next(iter(self._assemblies), None), error.with_traceback(None)

@@ -97,6 +97,35 @@ def test_what_failed_in_the_look_ahead_is_no_error_of_another_epoch(socket_file:
             next(iter(loader))
 
 
+def test_what_failed_between_two_epochs_and_is_mended_by_then_is_no_error(socket_file: Path) -> None:
+    mended = False
+
+    def behave(get: Get) -> Do:
+        return Do.GARBAGE if get.epoch == 1 and not mended else Do.ANSWER
+
+    with ScriptedDaemon(socket_file, behave=behave) as daemon, open_loader(daemon) as loader:
+        check_epoch(loader, 0)
+        wait_until(lambda: len(daemon.hellos) == 2 and not daemon.sessions)  # tried once more, for epoch 1 alone
+        mended = True  # while the trainer validates
+        check_epoch(loader, 1)
+
+
+def test_memory_that_the_next_epoch_lacks_is_no_error_of_this_one(
+    socket_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    want = Assembly.want
+
+    def lacking(self: Assembly, before: int = 0) -> Any:
+        if self.epoch == 1 and before:
+            raise MemoryError
+        return want(self, before)
+
+    monkeypatch.setattr(Assembly, "want", lacking)
+    with ScriptedDaemon(socket_file) as daemon, open_loader(daemon) as loader:
+        check_epoch(loader, 0)
+        check_epoch(loader, 1)
+
+
 def test_a_daemon_that_forgot_the_session_is_greeted_again(socket_file: Path) -> None:
     with ScriptedDaemon(socket_file, behave=once(Do.UNKNOWN, 5)) as daemon, open_loader(daemon) as loader:
         check_epoch(loader, 0)
@@ -322,7 +351,7 @@ def test_ctrl_c_as_the_look_ahead_begins_loses_neither_the_last_batch_nor_the_ne
 def test_ctrl_c_after_a_batch_was_taken_hands_it_out_next_time(
     socket_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
         monkeypatch.undo()
         raise KeyboardInterrupt
 
