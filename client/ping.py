@@ -28,24 +28,26 @@ def ping(address: str, *, timeout: float = 5.0) -> Pong:
     """
     never = os.eventfd(0, os.EFD_CLOEXEC)
     try:
-        return ask(address, timeout=timeout, stop=never)
+        return ask(address, timeout=timeout, stop=never, detail=True)
     finally:
         os.close(never)
 
 
-def ask(address: str, *, timeout: float, stop: int) -> Pong:
-    """As `ping`; raises `Interrupted` when the descriptor `stop` becomes readable."""
-    reply = (ask_there if scheme(address) == "tcp" else _ask_here)(address, timeout=timeout, stop=stop)
+def ask(address: str, *, timeout: float, stop: int, detail: bool = False) -> Pong:
+    """As `ping`, with what `Ping.detail` asks for; raises `Interrupted` when the descriptor `stop` becomes readable."""
+    reply = (ask_there if scheme(address) == "tcp" else _ask_here)(
+        address, Ping(detail=detail), timeout=timeout, stop=stop
+    )
     if not isinstance(reply, Pong):
         raise ProtocolError(f"{address}: {type(reply).__name__} is no answer to Ping")
     return reply
 
 
-def _ask_here(address: str, *, timeout: float, stop: int) -> Message:
+def _ask_here(address: str, question: Ping, *, timeout: float, stop: int) -> Message:
     deadline = time.monotonic() + timeout
     channel = connect(address, timeout=timeout)
     try:
-        channel.post(encode(Ping()))
+        channel.post(encode(question))
         while not (frames := channel.receive()):
             left = deadline - time.monotonic()
             if left <= 0:

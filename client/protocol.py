@@ -74,7 +74,13 @@ class Hello(Message, frozen=True, tag=True):
 
 
 class Ping(Message, frozen=True, tag=True):
-    """Asks whether the daemon is usable; answered with `Pong`, no session is opened."""
+    """Asks whether the daemon is usable; answered with `Pong`, no session is opened.
+
+    Attributes:
+        detail: whether `stages` and `clients` are wanted, too. A health check does without what takes time for each.
+    """
+
+    detail: bool = False
 
 
 # -- session, daemon to client ------------------------------------------------------------------------------
@@ -176,11 +182,11 @@ class Pong(Message, frozen=True, tag=True):
         workers: their processes.
         deaths: of workers so far.
         uptime: seconds since it started.
-        stages: of workers, summed over all there have been, and the daemon's own `send`.
+        stages: of workers, summed over all there have been, and the daemon's own `send`; empty unless asked for.
         worker_seconds: from the moment a worker was ready to its end or now, summed likewise. A CPU worker's stages add
             up to it; one of a GPU has several threads.
         streams: by name; None until somebody has asked for the stream and it is open.
-        sessions: that it has now; clients: the same, one by one, of too many the oldest.
+        sessions: that it has now; clients: the same, one by one, of too many the oldest; empty unless asked for.
         address: of its Unix socket. Who reaches it there, and finds the same `instance`, is on the same host.
         instance: random, of this run of the daemon.
         notices: what does not work as it is meant to, a sentence each.

@@ -404,7 +404,7 @@ class RemoteSession:
         return RowsDelivery(self.welcome.layout, message, frames)
 
 
-def ask_there(address: str, *, timeout: float, stop: int) -> Message:
+def ask_there(address: str, question: Ping, *, timeout: float, stop: int) -> Message:
     """The answer to `Ping` at `tcp://HOST:PORT`.
 
     Raises:
@@ -416,7 +416,7 @@ def ask_there(address: str, *, timeout: float, stop: int) -> Message:
     context: Context = zmq.Context()
     try:
         lane = lanes.add(Lane(context, endpoint, silence=CONTROL_SILENCE, limit=protocol.DAEMON_LIMIT))
-        lane.send(Ping())
+        lane.send(question)
         while (left := deadline - time.monotonic()) > 0:
             heard, ready = lanes.wait(left, stop)
             if stop in ready:

@@ -236,12 +236,12 @@ class Desk:
     @property
     def leased(self) -> int:
         """Slots that somebody reads."""
-        return len({slot.number for session in self._sessions for slot in session.leases.values()})
+        return sum(bool(slot.leases) for slot in self.cache.slots)
 
     @property
     def waiting(self) -> int:
         """Requests that have no answer yet."""
-        return sum(len(session.pending) for session in self._sessions)
+        return sum(map(len, self._waiters.values()))
 
     def lags(self) -> dict[Session, int]:
         """Chunks by which each session is behind the one that is furthest; 0 before it has got any.

@@ -204,7 +204,7 @@ class Service:
     def _tick(self) -> None:
         self._supervisor.tick()
         if self._exporter is not None:
-            self._exporter.publish(self.pong(), self._broken)
+            self._exporter.publish(self.pong(detail=True), self._broken)
         now = time.monotonic()
         for connection in list(self._connections):
             if connection.stream is None and now - connection.since > _HELLO_TIMEOUT:
@@ -296,7 +296,7 @@ class Service:
                     continue
                 message = protocol.decode_session_request(frame)
                 if isinstance(message, Ping):
-                    self._say(connection, self.pong())
+                    self._say(connection, self.pong(detail=message.detail))
                 else:
                     self.greeted(connection, message)
                 if connection not in self._connections:
@@ -383,7 +383,7 @@ class Service:
             host.waiting.append(connection)
             self._open(host)
 
-    def pong(self) -> Pong:
+    def pong(self, *, detail: bool) -> Pong:
         """How it goes."""
         return Pong(
             pid=os.getpid(),
@@ -391,7 +391,7 @@ class Service:
             workers=self._supervisor.pids,
             deaths=self._supervisor.deaths,
             uptime=self._measures.uptime,
-            stages=self._measures.stages(),
+            stages=self._measures.stages() if detail else {},
             worker_seconds=self._measures.worker_seconds,
             streams={host.name: host.ready.status() if host.ready else None for host in self._hosts},
             sessions=len(self._by_token),
@@ -399,7 +399,9 @@ class Service:
                 (connection, session, at.desk)
                 for session, connection in self._by_session.items()
                 if not connection.expelled and (at := self._at(connection)) is not None
-            ),
+            )
+            if detail
+            else [],
             address=self._listeners[0].address,
             instance=self._instance,
             notices=self._supervisor.notices,

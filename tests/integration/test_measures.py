@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from scripted import Do, ScriptedDaemon, wait_until
 from service import Daemon, stream, until
 
 from headrace import Loader
+from headrace.ping import ask
 from headrace.protocol import ClientStatus
 from headrace.workers.crew import Crew
 from headrace.workers.supervisor import Finished
@@ -105,6 +107,19 @@ def test_a_session_is_shown_with_what_its_loader_reports(daemon: Daemon, transpo
         assert loader.stats()["stages"]["wait"]["count"] == 3
         assert loader.stats()["wait_share"] == pytest.approx(status.waited / status.spent)
     until(lambda: not daemon.ping().clients, "the session's end")
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_who_asks_only_whether_a_daemon_is_usable_is_told_no_details(daemon: Daemon, transport: str) -> None:
+    address = daemon.tcp_address if transport == "tcp" else daemon.address
+    never = os.eventfd(0)
+    try:
+        with Loader(daemon.address, batch_size=16, output="numpy", rank=0, world_size=1):
+            brief, full = (ask(address, timeout=30, stop=never, detail=detail) for detail in (False, True))
+    finally:
+        os.close(never)
+    assert (brief.sessions, brief.clients, brief.stages) == (1, [], {})
+    assert len(full.clients) == 1 and full.stages
 
 
 def test_the_daemon_shows_its_stages_and_its_slots(daemon: Daemon) -> None:

@@ -85,6 +85,8 @@ def written(kind: inspect.Type) -> str:
         case inspect.FloatType(ge=low, le=high):
             assert low is not None and high is not None
             return f"float {bound(low)} … {bound(high)}"
+        case inspect.BoolType():
+            return "bool"
         case inspect.StrType(max_length=longest):
             return "str" if longest is None else f"str ≤ {longest}"
         case inspect.BytesType(min_length=shortest, max_length=longest):
@@ -212,7 +214,7 @@ rejects = st.lists(st.builds(protocol.RowReject, counts, counts, names, names, n
 
 SOME: dict[type[Message], st.SearchStrategy[Message]] = {
     protocol.Hello: st.builds(protocol.Hello, stream=st.none() | names, transport=names, client=names, device=names),
-    protocol.Ping: st.builds(protocol.Ping),
+    protocol.Ping: st.builds(protocol.Ping, detail=st.booleans()),
     protocol.Pong: st.builds(
         protocol.Pong,
         pid=counts,
