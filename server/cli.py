@@ -439,6 +439,7 @@ def demo(
     """Serve real photos through a daemon, train a small network on them, print speed, waiting and loss."""
     from headrace.server.demo import run, train
 
+    logging.getLogger("headrace.loader").setLevel(logging.WARNING)  # the demo says itself what each epoch waited
     if address is None:
         run(data, _out)
     else:
