@@ -6,7 +6,7 @@ that is dropped ends it.
 
 The consumer may be interrupted anywhere by a signal's handler that raises (Ctrl-C) or closes the Loader. So it holds
 a plain lock, whose `with` is safe from that (a `threading.Condition`'s is not), and only briefly: it waits outside,
-at a bell. The handler itself may run while the consumer holds the lock: nothing but `take` needs it on that side.
+at a bell. The handler itself may run while the consumer holds the lock: nothing but `take` and `begin` needs it there.
 """
 
 from __future__ import annotations
@@ -409,9 +409,9 @@ class Engine:
         """Take up the assemblies that the consumer wants, and take back what was asked for others."""
         current = self._current
         wanted, form = current or ((), None)
-        wanted = tuple(
-            assembly for assembly in wanted[: 1 if current is self._given_up else None] if not assembly.ended
-        )
+        if current is self._given_up:
+            wanted = wanted[:1]
+        wanted = tuple(assembly for assembly in wanted if not assembly.ended)
         if wanted == self._assemblies:
             return
         dropped = [assembly for assembly in self._assemblies if assembly not in wanted]
@@ -592,9 +592,8 @@ class Engine:
         """
         self._leave("")
         if self._ahead:
-            log.warning(
-                "the next epoch is not fetched ahead: %s", str(error)
-            )  # a record would keep this thread's frames
+            # As text: a record of the error would keep this thread's frames.
+            log.warning("the next epoch is not fetched ahead: %s", str(error))
             with self._locked():
                 for following in self._assemblies[1:]:
                     following.discard()
