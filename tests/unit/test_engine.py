@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -74,10 +75,12 @@ class Interrupt:
         self.left = n
 
     def __enter__(self) -> None:
+        gc.disable()  # what is raised in the finalizers of other tests' garbage is lost, and here it is the only one
         sys.settrace(self._trace)
 
     def __exit__(self, *exception: object) -> None:
         sys.settrace(None)
+        gc.enable()
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
         if frame.f_code.co_name in ("__exit__", "__del__"):
