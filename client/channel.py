@@ -33,13 +33,17 @@ class Channel:
         sock: a connected `AF_UNIX` stream socket; owned from now on.
         limit: bytes of the largest frame taken; a larger one is a `ProtocolError`.
         descriptors: how many descriptors a frame may bring (0: the kernel closes whatever comes).
+        turn: bytes after which `receive` looks no further, rounded up to a read: a peer that sends without end must
+            not keep an event loop to itself.
     """
 
-    def __init__(self, sock: socket.socket, *, limit: int = 1 << 24, descriptors: int = 0) -> None:
+    def __init__(self, sock: socket.socket, *, limit: int = 1 << 24, descriptors: int = 0, turn: int = 1 << 20) -> None:
         sock.setblocking(False)
         self.sock = sock
         self._limit = limit
         self._descriptors = descriptors
+        self._turn = turn
+        self._read_at_once = min(turn, _READ)
         self._in = bytearray()
         self._fds: deque[int] = deque()
         self._frames: deque[tuple[bytes, list[int]]] = deque()
@@ -62,11 +66,11 @@ class Channel:
     # -- event loop -----------------------------------------------------------------------------------------
 
     def receive(self) -> list[tuple[bytes, list[int]]]:
-        """Every whole frame that has arrived, without waiting.
+        """Every whole frame that has arrived, without waiting; of very many some, and the others by the next call.
 
         Raises:
             Closed: the peer has ended and every frame it sent was handed out before.
-            ProtocolError: a frame over the limit.
+            ProtocolError: a frame over the limit, or descriptors that no frame may bring.
         """
         self._fill()
         frames = list(self._frames)
@@ -162,7 +166,8 @@ class Channel:
             raise DeadlineError("the other end of the connection neither answers nor closes")
 
     def _fill(self) -> None:
-        while not self._eof:
+        taken = 0
+        while not self._eof and taken < self._turn:
             try:
                 data = self._read()
             except BlockingIOError:
@@ -172,16 +177,17 @@ class Channel:
             if not data:
                 self._eof = True
             self._in += data
+            taken += len(data)
             self._cut()
-            if len(data) < _READ:
+            if len(data) < self._read_at_once:
                 break
 
     def _read(self) -> bytes:
         if not self._descriptors:
-            return self.sock.recv(_READ)
+            return self.sock.recv(self._read_at_once)
         # Not `socket.recv_fds`: it drops its flags, so a child started meanwhile would inherit the descriptors.
         room = socket.CMSG_LEN(self._descriptors * _FD.size)
-        data, messages, _, _ = self.sock.recvmsg(_READ, room, socket.MSG_CMSG_CLOEXEC)
+        data, messages, _, _ = self.sock.recvmsg(self._read_at_once, room, socket.MSG_CMSG_CLOEXEC)
         for level, kind, payload in messages:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = len(payload) - len(payload) % _FD.size
@@ -200,7 +206,8 @@ class Channel:
             frame = bytes(self._in[_HEAD : _HEAD + length])
             del self._in[: _HEAD + length]
             self._frames.append((frame, [self._fds.popleft() for _ in range(count)]))
-        if self._fds and not self._in:
+        # They come with the first byte of their frame, and a read ends behind them.
+        if len(self._fds) > (self._descriptors if self._in else 0):
             raise ProtocolError(f"{len(self._fds)} descriptors came that no frame announces")
 
 

@@ -14,6 +14,9 @@ from typing import Protocol
 
 from headrace.protocol import BUCKETS, StageStatus
 
+#: Those of a Loader, the only ones that a daemon takes down of what a client says of itself.
+CLIENT = ("wait", "copy", "finish", "device")
+
 
 def bucket(seconds: float) -> int:
     """In which bucket of a histogram a piece of work counts that took so long."""

@@ -9,7 +9,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
-from headrace import protocol
+import msgspec
+
+from headrace import protocol, stages
 from headrace.channel import Channel, Closed
 from headrace.pipeline.index import shown
 from headrace.protocol import Hello, Message, Report
@@ -18,8 +20,10 @@ from headrace.server.network import Network
 from headrace.server.transport import Transport
 from headrace.workers.loop import Loop
 
-#: Bytes that a client may leave unread on its Unix connection.
+#: Bytes that a client may leave unread on its Unix connection, and bytes of it that are taken in one turn of the loop:
+#: more than any message that is right, and few enough Pings not to keep the others waiting.
 _UNREAD = 1 << 20
+_TURN = 1 << 13
 
 _SO_PEERPIDFD = 77  # of Linux 6.5 and newer; Python has no name for it
 
@@ -69,6 +73,11 @@ class Connection(ABC):
         if hello.client:
             self.name += f" {shown(hello.client.encode())}"
 
+    def reported(self, report: Report) -> None:
+        """It says how it is served. Stages that no client has are left out: they would be series without end."""
+        known = {name: report.stages[name] for name in stages.CLIENT if name in report.stages}
+        self.report = msgspec.structs.replace(report, stages=known)
+
     @abstractmethod
     def say(self, message: Message, *fds: int) -> None:
         """Tell the client something, with descriptors that remain the caller's.
@@ -109,7 +118,7 @@ class UnixConnection(Connection):
         ended: Callable[[UnixConnection], None],
     ) -> None:
         super().__init__(f"client {pid or 'of another PID namespace'} (uid {uid})", offers)
-        self._channel = Channel(sock, limit=protocol.CLIENT_LIMIT)
+        self._channel = Channel(sock, limit=protocol.CLIENT_LIMIT, turn=_TURN)
         self._loop = loop
         self._heard = heard
         self._pidfd = _pidfd(sock, pid)
@@ -164,7 +173,7 @@ class RemoteConnection(Connection):
     Args:
         network: over which it came.
         identity: of the connection there.
-        peer: its address.
+        peer: its address, and what its key is called.
     """
 
     here = False

@@ -278,3 +278,32 @@ def test_closing_leaks_no_descriptor(tmp_path: Path, after: str) -> None:
     assert len(handed_out) == (1 if after == "delivered" else 0)
     for n in [*handed_out, fd]:
         os.close(n)
+
+
+def test_who_sends_without_end_is_left_for_the_next_turn(raw: tuple[socket.socket, Channel]) -> None:
+    sock, other = socket.socketpair()
+    channel = Channel(other, limit=100, turn=1000)
+    try:
+        sock.sendall(frame(b"x" * 5) * 1000)
+        taken = 0
+        while taken < 1000:
+            frames = channel.receive()
+            assert 0 < len(frames) <= 101
+            taken += len(frames)
+        assert channel.receive() == []
+    finally:
+        sock.close()
+        channel.close()
+
+
+def test_descriptors_that_come_bit_by_bit_are_refused_as_soon_as_they_are_too_many(
+    raw: tuple[socket.socket, Channel],
+) -> None:
+    sock, channel = raw
+    before = len(os.listdir("/proc/self/fd"))
+    with open(os.devnull) as file, pytest.raises(ProtocolError, match="3 descriptors came"):
+        for byte in frame(b"x" * 90, 2):
+            socket.send_fds(sock, [bytes([byte])], [file.fileno()])
+            assert channel.receive() == []
+    channel.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 1
