@@ -9,8 +9,10 @@ max(1, spare // sessions) leases: a reader that has stopped in the middle of a c
 there are no more sessions than spare slots the workers still have somewhere to write. A session that holds its share
 gets no further delivery and causes no further computation until it releases one.
 
-Order. Sessions take turns, each with its oldest request; a chunk asked for by several is computed once. A session may
-be at home at a GPU, where its batches go: while that has no room, and another one has, those of the other come first.
+Order. Sessions take turns, each with its oldest request; a chunk asked for by several is computed once. Who wants one
+that had been computed before is a straggler: it is passed over while others want new ones, until `PASSED` of these have
+been computed since the last one for a straggler; then it has its turn as they have. A session may be at home at a GPU,
+where its batches go: while that has no room, and another one has, those of the other come first.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from typing import NamedTuple
 
 from headrace.protocol import MAX_COUNT, MAX_OUTSTANDING, RowReject
 from headrace.server.cache import Address, Cache, History, Slot, State
+
+#: Chunks for others that go before one for a straggler, and no more.
+PASSED = 3
 
 
 class Wanted(NamedTuple):
@@ -102,7 +107,7 @@ class Desk:
     def __init__(self, slots: int, in_flight: int, chunks: int) -> None:
         if slots < in_flight + 1:
             raise ValueError(f"{slots} slots; {in_flight} chunks in flight need at least {in_flight + 1}")
-        self.cache = Cache(slots, wanted=lambda address: address in self._waiters)
+        self.cache = Cache(slots, chunks, wanted=lambda address: address in self._waiters, readers=self._readers)
         self.counters = Counters()
         self._in_flight = in_flight
         self._spare = slots - in_flight
@@ -110,6 +115,7 @@ class Desk:
         self._history = History(chunks)
         self._sessions: OrderedDict[Session, None] = OrderedDict()  # whose turn it is comes first
         self._waiters: dict[Address, set[tuple[Session, int]]] = {}
+        self._passed = 0  # chunks since the last one for a straggler
 
     @property
     def sessions(self) -> list[Session]:
@@ -190,16 +196,23 @@ class Desk:
         Args:
             passed: GPUs; sessions that are at home there are passed over, and keep their turn.
         """
-        for session in list(self._sessions):
+        straggler: tuple[Session, Address] | None = None
+        chosen: tuple[Session, Address] | None = None
+        for session in self._sessions:
             address = None if session.home in passed else self._next_address(session)
             if address is None:
                 continue
-            slot = self.cache.claim(address)
-            if slot is None:
-                return None
-            self._sessions.move_to_end(session)
-            return Task(slot, session.home)
-        return None
+            if self._passed < PASSED and address in self._history:
+                straggler = straggler or (session, address)
+                continue
+            chosen = session, address
+            break
+        turn = chosen or straggler
+        if turn is None or (slot := self.cache.claim(turn[1])) is None:
+            return None
+        self._passed = 0 if turn[1] in self._history else self._passed + 1
+        self._sessions.move_to_end(turn[0])
+        return Task(slot, turn[0].home)
 
     def filled(self, slot: Slot, rejects: list[RowReject], render_id: str) -> None:
         """A worker has answered."""
@@ -207,7 +220,7 @@ class Desk:
         recomputed = self._history.add(slot.address)
         self.counters.computed += 1
         self.counters.recomputed += recomputed
-        self.cache.fill(slot, rejects, render_id, cold=recomputed)
+        self.cache.fill(slot, rejects, render_id, again=recomputed)
         for session, request in self._waiters.get(slot.address, ()):
             session.ready.add(request)
 
@@ -256,12 +269,15 @@ class Desk:
         epoch, chunk = address
         return epoch * self._chunks + chunk
 
+    def _readers(self) -> list[Address]:
+        return [session.last for session in self._sessions if session.last is not None and not session.ended]
+
     def _count(self, session: Session, slot: Slot) -> None:
         assert slot.address is not None
         session.last = slot.address
         session.delivered += 1
         session.hits += not slot.fresh
-        session.recomputed += slot.fresh and slot.cold
+        session.recomputed += slot.fresh and slot.again
         self.counters.delivered += 1
         self.counters.hits += not slot.fresh
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -257,6 +259,111 @@ def test_a_chunk_for_gpus_of_several_is_for_that_of_whose_turn_it_was() -> None:
     assert task is not None and (task.slot.address, task.home) == ((0, 7), 0)
     at.filled(task.slot, [], "fake")
     assert {delivery.session.name for delivery in at.deliveries()} == {"a", "b"}
+
+
+@dataclass
+class Job:
+    """A trainer that takes a chunk every `pace` ticks, from `begin` to `end`, with two requests outstanding."""
+
+    begin: int
+    end: int
+    start: int = 0
+    pace: int = 1
+
+    def __post_init__(self) -> None:
+        self.session = Session("")
+        self.asked = self.taken = self.begin
+
+    def ask(self, at: Desk) -> None:
+        while self.asked < min(self.end, self.taken + 2):
+            at.get(self.session, self.asked, divmod(self.asked, CHUNKS))
+            self.asked += 1
+
+    def take(self, tick: int) -> None:
+        self.taken += tick % self.pace == 0 and self.taken < self.asked and self.taken not in self.session.pending
+
+
+def play(at: Desk, jobs: list[Job], *, per_tick: int = 99) -> int:
+    """Ticks until all jobs are done; the workers compute so many chunks in each."""
+    for tick in range(2000):
+        live = [job for job in jobs if tick >= job.start and job.taken < job.end]
+        if all(job.taken == job.end for job in jobs):
+            return tick
+        for job in live:
+            if job.session not in at.sessions:
+                at.join(job.session)
+            job.ask(at)
+        for _ in range(per_tick):
+            if compute(at) is None:
+                break
+        for delivery in at.deliveries():
+            at.release(delivery.session, delivery.request)
+        for job in live:
+            job.take(tick)
+            if job.taken == job.end:
+                at.leave(job.session)
+    raise AssertionError([(job.taken, job.end) for job in jobs])
+
+
+def test_trainers_near_each_other_share_be_they_the_first_or_others_have_been_there_before() -> None:
+    at = desk(slots=8)
+    for _ in range(3):
+        computed = at.counters.computed
+        first, second = Job(0, 5 * CHUNKS), Job(0, 5 * CHUNKS, start=3)
+        play(at, [first, second])
+        assert at.counters.computed - computed == 5 * CHUNKS
+        assert first.session.hits + second.session.hits == 5 * CHUNKS
+
+
+def test_two_that_are_behind_a_third_share_too() -> None:
+    at = desk(slots=12)
+    leader = Job(0, 500)
+    behind = [Job(0, 150, start=200), Job(0, 150, start=203)]
+    play(at, [leader, *behind])
+    assert leader.session.recomputed == 0
+    assert sum(job.session.recomputed for job in behind) <= 150 + 12  # once, but for what goes while they make room
+
+
+@pytest.mark.parametrize("pace", [1, 3])
+def test_a_straggler_takes_nothing_from_what_the_others_share(pace: int) -> None:
+    at = desk(slots=10)
+    leaders = [Job(0, 400), Job(0, 400, start=3)]
+    straggler = Job(0, 60, start=100, pace=pace)
+    play(at, [*leaders, straggler])
+    assert [job.session.recomputed for job in leaders] == [0, 0]
+    assert sum(job.session.hits for job in leaders) == 400
+    assert straggler.session.recomputed == 60 == at.counters.recomputed
+
+
+def test_on_saturated_workers_a_straggler_costs_the_others_no_more_than_its_own_chunks() -> None:
+    at = desk(slots=10)
+    leaders = [Job(0, 200), Job(0, 200, start=2)]
+    straggler = Job(0, 30, start=50)
+    ticks = play(at, [*leaders, straggler], per_tick=1)
+    assert straggler.session.recomputed == 30
+    assert ticks <= 200 + 30 + 3  # no more than the time that its own chunks need
+    alone = play(desk(slots=10), [Job(0, 200), Job(0, 200, start=2)], per_tick=1)
+    assert alone <= 203
+
+
+def test_a_straggler_is_passed_over_three_times_in_a_row_and_no_more() -> None:
+    at = desk(slots=3, in_flight=2)
+    late, live = join(at, "late"), join(at, "live")
+
+    def next_one() -> str:
+        address = compute(at)
+        for delivery in at.deliveries():
+            at.release(delivery.session, delivery.request)
+        return "none" if address is None else ("late", "live")[address[0]]
+
+    for chunk in range(8):
+        at.get(late, chunk, (0, chunk))
+    assert [next_one() for _ in range(9)] == ["late"] * 8 + ["none"]  # and each of them but the last has gone since
+    for chunk in range(5):
+        at.get(late, 10 + chunk, (0, chunk))
+        at.get(live, 10 + chunk, (1, chunk))
+    order = [next_one() for _ in range(11)]
+    assert order == ["live", "late", "live", "live", "live", "late", "live", "late", "late", "late", "none"]
 
 
 class Parties(RuleBasedStateMachine):
