@@ -51,7 +51,8 @@ class Daemon:
         folder: for its files.
         slots: of each ring; None for the default memory.
         group: who may connect beside the user.
-        tcp: listen at a port of loopback too; it stays the same when the daemon is started again.
+        tcp: listen at a port of loopback too; it stays the same when the daemon is started again. Or where else to
+            listen, `tcp://ADDRESS:PORT`.
         metrics: at a port of loopback.
 
     Attributes:
@@ -68,13 +69,13 @@ class Daemon:
         group: str | None = None,
         backend: str = "pillow",
         name: str = "d",
-        tcp: bool = False,
+        tcp: bool | str = False,
         metrics: bool = False,
     ) -> None:
         self.address = f"ipc://{folder}/{name}.sock"
         self.config = folder / f"{name}.yaml"
         self.log = folder / f"{name}.log"
-        self.tcp_address = "tcp://127.0.0.1:0" if tcp else ""
+        self.tcp_address = tcp if isinstance(tcp, str) else "tcp://127.0.0.1:0" if tcp else ""
         document: dict[str, Any] = {"workers": {"processes": workers, "backend": backend}, "streams": streams}
         if metrics:
             document["metrics"] = "127.0.0.1:0"
@@ -87,26 +88,31 @@ class Daemon:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, limit_descriptors: int | None = None, prefix: Sequence[str] = ()) -> Daemon:
-        """
+        """Until it listens.
+
         Args:
             prefix: a command that runs the rest of its line, such as setpriv's.
         """
-        limit = [] if limit_descriptors is None else ["prlimit", f"--nofile={limit_descriptors}"]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*prefix, *limit, sys.executable, "-m", "headrace.server", "serve", str(self.config)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
-        assert self.process.stdout is not None
+        self.launch(limit_descriptors=limit_descriptors, prefix=prefix)
         assert self._line() == f"listening on {self.address}", self.log.read_text()
         if self.tcp_address:
             line = self._line()
             self.tcp_address = line.removeprefix("listening on ")
-            assert self.tcp_address.startswith("tcp://127.0.0.1:"), (line, self.log.read_text())
+            assert self.tcp_address.startswith("tcp://1"), (line, self.log.read_text())
             self._configure()
         return self
+
+    def launch(self, *, limit_descriptors: int | None = None, prefix: Sequence[str] = ()) -> None:
+        """As `start`, without waiting."""
+        everywhere = [] if "//127.0.0.1:" in (self.tcp_address or "//127.0.0.1:") else ["--insecure"]
+        limit = [] if limit_descriptors is None else ["prlimit", f"--nofile={limit_descriptors}"]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*prefix, *limit, sys.executable, "-m", "headrace.server", "serve", *everywhere, str(self.config)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def _configure(self) -> None:
         listen = [self.address, self.tcp_address] if self.tcp_address else self.address
@@ -177,12 +183,12 @@ class Trainer:
         self._command = [sys.executable, str(_TRAINER), source, str(record)]
         for option, value in options.items():
             self._command += [f"--{option.replace('_', '-')}", str(value)]
-        self._log = record.with_suffix(".log")
+        self.log = record.with_suffix(".log")
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> Trainer:
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(self._command, stderr=log, start_new_session=True)
+    def start(self, *, prefix: Sequence[str] = ()) -> Trainer:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen([*prefix, *self._command], stderr=log, start_new_session=True)
         return self
 
     @property
@@ -202,7 +208,7 @@ class Trainer:
     def wait(self, timeout: float = 90.0) -> Trainer:
         """For its end, which must be a good one."""
         assert self.process is not None
-        assert self.process.wait(timeout) == 0, self._log.read_text()[-4000:]
+        assert self.process.wait(timeout) == 0, self.log.read_text()[-4000:]
         return self
 
     @property
@@ -228,6 +234,18 @@ class Trainer:
             self.kill()
 
 
+def with_timings(code: Path, timings: dict[str, float]) -> Path:
+    """A folder for PYTHONPATH: daemons with these `network.Timings` instead of their own."""
+    code.mkdir()
+    (code / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'serve' in sys.orig_argv:\n"
+        "    from headrace.server import network, service\n"
+        f"    service.Service.__init__.__kwdefaults__['timings'] = network.Timings(**{timings})\n"
+    )
+    return code
+
+
 #: What was rendered for a test before: by everything that decides the pictures, their files' times included.
 _rendered: dict[tuple[str, str, bytes, int], list[Row]] = {}
 
@@ -242,6 +260,10 @@ class Truth:
 
     def rows(self, epoch: int) -> list[Row]:
         """`(index, label, digest)` by position, rejects left out."""
+        return [row for row in self.positions(epoch) if row[2]]
+
+    def positions(self, epoch: int) -> list[Row]:
+        """`(index, label, digest)` by position; the digest of a reject is empty."""
         config = Config.load(self.config)
         spec = config.streams[self.name]
         index = open_index(spec.dataset, self.cache)
@@ -262,9 +284,9 @@ class Truth:
         for chunk in range(renderer.chunks):
             renderer.render(epoch, chunk, view)
             for row in range(renderer.rows(chunk)):
-                if view.status[row] == Status.OK:
-                    digest = hashlib.sha256(view.images[row]).hexdigest()[:16]
-                    rows.append((int(view.indices[row]), label(index, view, row), digest))
+                good = view.status[row] == Status.OK
+                digest = hashlib.sha256(view.images[row]).hexdigest()[:16] if good else ""
+                rows.append((int(view.indices[row]), label(index, view, row), digest))
         del view
         ring.close()
         return rows

@@ -1,7 +1,8 @@
 """A trainer that writes down what it gets: `python trainer.py SOURCE RECORD [options]`.
 
-SOURCE is an address or a YAML file. One JSON line per batch goes to RECORD, with a digest of each picture and the
-state after the batch. A record that exists is gone on with: from the last whole line's state.
+SOURCE is an address, several with commas in between, or a YAML file. One JSON line per batch goes to RECORD, with a
+digest of each picture and the state after the batch. A record that exists is gone on with: from the
+last whole line's state. SIGTERM ends it after the batch that it is at.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import argparse
 import hashlib
 import json
 import logging
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
-from headrace import Batch, Loader
+from headrace import Batch, Loader, tcp
 
 
 def main() -> None:
@@ -31,18 +33,25 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of pretended training per batch")
     parser.add_argument("--steps", type=int, default=None, help="end after so many batches of this run")
     parser.add_argument("--transport", default="auto")
+    parser.add_argument("--on-bad-sample", default=None)
+    parser.add_argument("--silence", type=int, default=None, help="milliseconds after which a daemon over tcp is gone")
     args = parser.parse_args()
+    ends: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: ends.append(number))
+    if args.silence is not None:
+        tcp.HEARTBEAT, tcp.CONTROL_SILENCE, tcp.DATA_SILENCE = args.silence // 6, args.silence, 2 * args.silence
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     lines = whole_lines(args.record)
     args.record.write_bytes(b"".join(lines))
     with (
         Loader(
-            args.source,
+            args.source.split(",") if "," in args.source else args.source,
             stream=args.stream,
             batch_size=args.batch_size,
             rank=args.rank,
             world_size=args.world_size,
             last_batch=args.last_batch,
+            on_bad_sample=args.on_bad_sample,
             prefetch=args.prefetch,
             output="numpy",
             dtype="uint8",
@@ -59,7 +68,7 @@ def main() -> None:
                 record.write(json.dumps(described(batch, loader.state_dict())).encode() + b"\n")
                 record.flush()
                 taken += 1
-                if taken == args.steps:
+                if taken == args.steps or ends:
                     return
                 time.sleep(args.pause)
 

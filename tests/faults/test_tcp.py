@@ -16,7 +16,7 @@ from pathlib import Path
 import photos as samples
 import pytest
 from remote import TIMEOUT, BareClient, RemoteClient
-from service import Daemon, Trainer, Truth, signal_, stream, until
+from service import Daemon, Trainer, Truth, signal_, stream, until, with_timings
 
 from headrace import protocol
 from headrace.channel import Closed
@@ -46,18 +46,6 @@ CHUNK_BYTES = 4 * 512 * 512 * 3
 
 #: Seconds after which the daemon of these tests holds peers for gone.
 QUICK = {"heartbeat": 0.3, "silence": 2.0, "stuck": 2.0, "probe": 0.3, "attach": 2.0}
-
-
-def with_timings(code: Path, timings: dict[str, float]) -> Path:
-    """A folder for PYTHONPATH: daemons with these instead of their own."""
-    code.mkdir()
-    (code / "sitecustomize.py").write_text(
-        "import sys\n"
-        "if 'serve' in sys.orig_argv:\n"
-        "    from headrace.server import network, service\n"
-        f"    service.Service.__init__.__kwdefaults__['timings'] = network.Timings(**{timings})\n"
-    )
-    return code
 
 
 def described(home: Path, pictures: Path) -> Daemon:
