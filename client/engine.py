@@ -14,13 +14,12 @@ from __future__ import annotations
 import _thread
 import logging
 import os
-import select
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import zmq
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from headrace.assembly import Assembly, Piece, Want
 from headrace.batch import Batch
+from headrace.bell import Bell
 from headrace.errors import (
     ConnectionLost,
     DeadlineError,
@@ -40,7 +40,8 @@ from headrace.errors import (
 from headrace.form import Form
 from headrace.pace import Pace
 from headrace.protocol import IMPURE, MAX_OUTSTANDING, Failed, RowReject, Welcome
-from headrace.session import Delivery, Interrupted, Refusal, Session
+from headrace.session import Delivery, Interrupted, Part, Refusal, Session, differences
+from headrace.several import Servers
 from headrace.slots import Status
 from headrace.stages import Clock, Lap, unmeasured
 from headrace.transport import Transport, open_session
@@ -64,42 +65,6 @@ _HELD = 0.1
 ENDED = "this iterator was ended by set_epoch, load_state_dict or another one: use a new one"
 
 
-class Bell:
-    """An eventfd. It is closed with the last reference: who waits at it never waits at a descriptor of other people's.
-
-    Attributes:
-        fd: readable once the bell was rung, until `clear`.
-    """
-
-    fd = -1
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def __del__(self) -> None:
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def ring(self) -> None:
-        if self.fd >= 0:  # or both are garbage, and the bell went first
-            os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        try:
-            os.eventfd_read(self.fd)
-        except BlockingIOError:
-            pass
-
-    def wait(self, seconds: float | None) -> bool:
-        """Whether it is rung before so much time is over; it is cleared then."""
-        poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
-        rung = bool(poll.poll(None if seconds is None else 1000 * seconds))
-        self.clear()
-        return rung
-
-
 class Locate(Protocol):
     """Gives the daemon's address, and starts the daemon where that is the Loader's task."""
 
@@ -109,7 +74,7 @@ class Locate(Protocol):
 class Engine:
     """
     Args:
-        locate: finds the daemon; called again when it is lost.
+        locate: finds the daemon; called again when it is lost. Or several servers.
         stream: name, or None where there is just one.
         transport: `shm`, `tcp`, or `auto` for what suits the address.
         timeout: seconds without progress after which a wait ends with an error.
@@ -129,7 +94,7 @@ class Engine:
 
     def __init__(
         self,
-        locate: Locate,
+        locate: Locate | Servers,
         stream: str | None,
         transport: Transport,
         *,
@@ -298,15 +263,16 @@ class Engine:
     def _late(self, assembly: Assembly) -> HeadraceError:
         where = f"batch {assembly.taken} of epoch {assembly.epoch}"
         session = self._session
-        if session is None:
+        if session is None or not session.connected:
+            trouble = self._trouble if session is None else session.describe()
             return ConnectionLost(
                 f"the daemon at {self._address} is gone and could not be reached again for {self._timeout:g} s "
-                f"({self._trouble}); {where} is waiting for it"
+                f"({trouble}); {where} is waiting for it"
             )
         outstanding = list(self._outstanding.values())
         chunks = sorted(want.chunk for whose, want in outstanding if whose is assembly and assembly.waiting(want))
         return DeadlineError(
-            f"nothing came from the daemon at {self._address} (pid {session.welcome.pid}) for {self._timeout:g} s; "
+            f"nothing came from {session.describe()} for {self._timeout:g} s; "
             f"{where} waits for chunk{'s' * (len(chunks) != 1)} {', '.join(map(str, chunks)) or 'none'}"
         )
 
@@ -397,6 +363,7 @@ class Engine:
             self._session.report(self.pace)
         answers, lost = self._session.wait(self._wake.fd)
         self._wake.clear()
+        self._learn(self._session.welcome)
         for answer in answers:
             if isinstance(answer, Failed):
                 self._refuse(answer)
@@ -542,17 +509,26 @@ class Engine:
     # -- losing the daemon and finding it again -------------------------------------------------------------
 
     def _open(self) -> Session:
-        address = self._locate(timeout=self._timeout, stop=self._stop.fd)
+        locate = self._locate
+        if isinstance(locate, Servers):
+            return locate.open(self._connect, self._stop.fd)
+        return self._connect(locate(timeout=self._timeout, stop=self._stop.fd), self._stop.fd)
+
+    def _connect(self, address: str, stop: int) -> Part:
         return open_session(
-            address, self._stream, self._transport, self._context, timeout=self._timeout, stop=self._stop.fd,
+            address, self._stream, self._transport, self._context, timeout=self._timeout, stop=stop,
             device=self._device,
         )  # fmt: skip
 
     def _take_up(self, session: Session) -> None:
         self._session, self._address, self._window = session, session.address, session.welcome.window
-        self.transport = session.welcome.transport
-        self.pace.serves(session.welcome.in_flight)
+        self._learn(session.welcome)
         self.pace.anew()
+
+    def _learn(self, welcome: Welcome) -> None:
+        """Of several servers they are not always the same ones."""
+        self.transport = welcome.transport
+        self.pace.serves(welcome.in_flight)
 
     def _leave(self, reason: str) -> None:
         session, self._session = self._session, None
@@ -658,27 +634,12 @@ def _copy(delivery: Delivery, want: Want, bad: dict[int, RowReject], form: Form,
 
 def _check_same(first: Welcome, now: Welcome) -> None:
     """The daemon that came back must serve the same pictures, labels and columns."""
-    what = [
-        name
-        for name, before, after in (
-            ("number of samples", first.samples, now.samples),
-            ("files or labels", first.fingerprints.data, now.fingerprints.data),
-            ("order (seed or shuffle)", first.fingerprints.order, now.fingerprints.order),
-            ("pixels (decode, transforms or chunk)", first.fingerprints.pixels, now.fingerprints.pixels),
-            ("kind of label", _kind(first), _kind(now)),
-            ("columns", first.columns, now.columns),
-        )
-        if before != after
-    ]
+    what = differences(first, now)
     if what:
         raise StateError(
             f"the daemon came back with another stream {now.stream!r}: {', '.join(what)} changed in the middle of a "
             "run; make a new Loader to go on with it"
         )
-
-
-def _kind(welcome: Welcome) -> tuple[Any, ...]:
-    return welcome.labels, welcome.layout.label_dtype, welcome.layout.label_width
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

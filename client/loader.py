@@ -28,6 +28,7 @@ from headrace.pace import Work, plain, summary
 from headrace.private import PrivateDaemon
 from headrace.protocol import Welcome
 from headrace.rank import resolve
+from headrace.several import Servers
 from headrace.staging import DevicePixels
 from headrace.steps import LastBatch, Steps
 from headrace.transport import Transport
@@ -66,8 +67,9 @@ class Loader:
     Each `next()` waits at most `timeout` seconds without any progress.
 
     Args:
-        source: a daemon's address, `ipc://PATH` or `tcp://HOST:PORT`; or a YAML file's path, a mapping or a
-            `headrace.Config`, for which a private daemon is started or joined.
+        source: a daemon's address, `ipc://PATH` or `tcp://HOST:PORT`; a list of them, of servers of the same pictures,
+            among which the chunks are divided; or a YAML file's path, a mapping or a `headrace.Config`, for which a
+            private daemon is started or joined.
         stream: its name; not needed where there is just one.
         batch_size: rows of a batch of one rank.
         rank, world_size: both or none: then from `torch.distributed`, torchrun's or Slurm's environment, looked at
@@ -147,7 +149,8 @@ class Loader:
         self._last_batch = cast(LastBatch | None, last_batch)
         self._steps: Steps | None = None
 
-        locate, self._address = _locate(source)
+        locate, self._address = _locate(source, timeout, exact=exact)
+        self._servers = locate if isinstance(locate, Servers) else None
         bus = "" if self._device is None else self._device.bus
         self._engine = Engine(locate, stream, cast(Transport, transport), timeout=timeout, exact=exact, device=bus)
         self._staging: DevicePixels | None = None
@@ -298,27 +301,35 @@ class Loader:
             estimate, or None. The same for all of them together: `images_per_s` (valid rows), `wait_share`; and
             `stages`: count, seconds and bytes of `wait` in `next()`, `copy` and `finish` of what came, in a thread
             beside it.
+            With several servers also `servers`, of each: `address`; `state`, which is `up`, `late` or `down`, and the
+            `trouble`; `transport`; `weight`, its share of the chunks beside the others'; `chunks` that it brought
+            first; how often it was `late`; requests that were `moved` to others.
             With a device also `device`: its `name`; `finisher`, `triton` or `torch`; `memory`, bytes that are taken
             there at most, beside what the trainer holds or has queued; and `page_locked`, bytes of the host.
         """
         staging, pace = self._staging, self._engine.pace
         device = {} if staging is None else {"device": staging.stats(self._kept())}
-        return device | {
-            "transport": self._engine.transport,
-            "render_ids": sorted(self._engine.render_ids),
-            "images_per_s": pace.images / pace.spent if pace.spent else 0.0,
-            "wait_share": pace.waited / pace.spent if pace.spent else 0.0,
-            "stages": plain(pace.stages.status()),
-            "epochs": {
-                number: asdict(e.counts)
-                | {
-                    "images_per_s": e.rows / e.spent if e.spent else 0.0,
-                    "wait_share": e.waited / e.spent if e.spent else 0.0,
-                    "headroom": e.work.headroom(e.spent),
-                }
-                for number, e in self._epochs.items()
-            },
-        }
+        servers = {} if self._servers is None else {"servers": self._servers.fleet.status()}
+        return (
+            device
+            | servers
+            | {
+                "transport": self._engine.transport,
+                "render_ids": sorted(self._engine.render_ids),
+                "images_per_s": pace.images / pace.spent if pace.spent else 0.0,
+                "wait_share": pace.waited / pace.spent if pace.spent else 0.0,
+                "stages": plain(pace.stages.status()),
+                "epochs": {
+                    number: asdict(e.counts)
+                    | {
+                        "images_per_s": e.rows / e.spent if e.spent else 0.0,
+                        "wait_share": e.waited / e.spent if e.spent else 0.0,
+                        "headroom": e.work.headroom(e.spent),
+                    }
+                    for number, e in self._epochs.items()
+                },
+            }
+        )
 
     # -- iterating ------------------------------------------------------------------------------------------
 
@@ -513,11 +524,19 @@ class _Batches(Iterator[Batch]):
             loader._engine.end(assembly)
 
 
-def _locate(source: Any) -> tuple[Locate, str]:
+def _locate(source: Any, timeout: float, *, exact: bool) -> tuple[Locate | Servers, str]:
     """How the daemon is found, and what to call it."""
     if isinstance(source, (list, tuple)):
-        if len(source) != 1:
-            raise ConfigError(f"source: {len(source)} addresses; several are not available yet, give one")
+        for address in source:
+            if not (isinstance(address, str) and "://" in address):
+                raise ConfigError(f"source: {address!r} in a list is no address (ipc://… or tcp://…)")
+            scheme(address)
+        if len(set(source)) < len(source):
+            raise ConfigError(f"source: an address stands twice in the list {', '.join(source)}")
+        if not source:
+            raise ConfigError("source: the list of addresses is empty")
+        if len(source) > 1:
+            return Servers(source, timeout=timeout, exact=exact), ", ".join(source)
         (source,) = source
     if isinstance(source, str) and "://" in source:
         scheme(source)

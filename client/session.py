@@ -1,16 +1,18 @@
 """A session with a daemon, as the Loader's thread sees it: the same for every transport.
 
-`shm.py` and `tcp.py` implement it; here is what they share. `transport.py` chooses.
+`shm.py` and `tcp.py` implement it; here is what they share. `transport.py` chooses. `several.py` puts one together from
+those with several servers.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import zmq
 from numpy.typing import NDArray
 
 from headrace.errors import ConnectionLost, DeadlineError, HeadraceError, ProtocolError, from_wire
@@ -85,12 +87,18 @@ class Session(Protocol):
     Attributes:
         address: where the daemon is.
         welcome: what it said.
+        connected: whether anybody is at the other end; False only for a session with several servers.
     """
 
     @property
     def address(self) -> str: ...
     @property
     def welcome(self) -> Welcome: ...
+    @property
+    def connected(self) -> bool: ...
+
+    def describe(self) -> str:
+        """Whom this is with, and how that stands."""
 
     def get(self, request: int, epoch: int, chunk: int, first: int, count: int) -> None:
         """Ask for at least these rows of a chunk."""
@@ -116,6 +124,29 @@ class Session(Protocol):
 
     def abandon(self) -> None:
         """For a forked child: keep nothing that keeps the parent's session open."""
+
+
+#: What a poll found readable: sockets and descriptors.
+Ready = Mapping[Any, int]
+
+
+class Part(Session, Protocol):
+    """A session with one daemon, which can be waited for together with others."""
+
+    def watched(self) -> Iterable[zmq.Socket[Any] | int]:
+        """What becomes readable when something has arrived, in the order in which it is to be looked at."""
+
+    def take(self, ready: Ready) -> Events:
+        """Everything that has arrived, as `wait`, which may be nothing."""
+
+
+def wait_for(part: Part, wake: int) -> Events:
+    """`Session.wait` of one that is waited for alone."""
+    poller = zmq.Poller()
+    for each in part.watched():
+        poller.register(each, zmq.POLLIN)
+    poller.register(wake, zmq.POLLIN)
+    return part.take(dict(poller.poll()))
 
 
 class Opening:
@@ -179,6 +210,26 @@ class Opening:
             share = 100 * message.done // message.total
             far = f"{message.done:,} of {message.total:,} {message.unit} ({share} %)"
         log.warning("stream %s is being opened: %s", message.stream, far)
+
+
+def differences(first: Welcome, other: Welcome) -> list[str]:
+    """What keeps two streams from being the same pictures, labels and columns, by name."""
+    return [
+        name
+        for name, before, after in (
+            ("number of samples", first.samples, other.samples),
+            ("files or labels", first.fingerprints.data, other.fingerprints.data),
+            ("order (seed or shuffle)", first.fingerprints.order, other.fingerprints.order),
+            ("pixels (decode, transforms or chunk)", first.fingerprints.pixels, other.fingerprints.pixels),
+            ("kind of label", _kind(first), _kind(other)),
+            ("columns", first.columns, other.columns),
+        )
+        if before != after
+    ]
+
+
+def _kind(welcome: Welcome) -> tuple[Any, ...]:
+    return welcome.labels, welcome.layout.label_dtype, welcome.layout.label_width
 
 
 def report(token: bytes, pace: Pace) -> Report:

@@ -20,7 +20,7 @@ from headrace.errors import ConnectionLost, ProtocolError
 from headrace.lifeline import Lifeline
 from headrace.pace import Pace
 from headrace.protocol import Cancel, Chunk, Failed, Get, Release, decode_daemon, encode
-from headrace.session import Delivery, Events, cut, report
+from headrace.session import Delivery, Events, Ready, cut, report, wait_for
 from headrace.slots import Ring
 
 
@@ -58,6 +58,8 @@ class SharedSession:
     Attributes:
         ring: the stream's slots, read-only.
     """
+
+    connected = True
 
     def __init__(self, address: str, lifeline: Lifeline, ring: Ring, dealer: zmq.Socket[bytes]) -> None:
         self.address = address
@@ -104,12 +106,16 @@ class SharedSession:
     def report(self, pace: Pace) -> None:
         self._send(report(self.welcome.token, pace))
 
+    def describe(self) -> str:
+        return f"the daemon at {self.address} (pid {self.welcome.pid})"
+
     def wait(self, wake: int) -> Events:
-        poller = zmq.Poller()
-        poller.register(self._dealer, zmq.POLLIN)
-        poller.register(self._lifeline.fileno(), zmq.POLLIN)
-        poller.register(wake, zmq.POLLIN)
-        ready = dict(poller.poll())
+        return wait_for(self, wake)
+
+    def watched(self) -> Iterable[zmq.Socket[Any] | int]:
+        return self._dealer, self._lifeline.fileno()
+
+    def take(self, ready: Ready) -> Events:
         answers: list[Delivery | Failed] = []
         lost = None
         # Asking for the state keeps the interpreter lock, a receive gives it up, and getting it back may take long.

@@ -44,7 +44,7 @@ from headrace.protocol import (
     decode_remote_reply,
     encode,
 )
-from headrace.session import LONGEST_POLL, Delivery, Events, Interrupted, Opening, Refusal, cut, report
+from headrace.session import LONGEST_POLL, Delivery, Events, Interrupted, Opening, Ready, Refusal, cut, report, wait_for
 from headrace.slots import SlotLayout
 
 #: Data connections of a session at most. Each is one stream of bytes, and one of ZeroMQ's threads at a time.
@@ -167,6 +167,23 @@ class Lanes:
             self._poller.register(fd, zmq.POLLIN)
             self._also.add(fd)
         ready = dict(self._poller.poll(None if seconds is None else int(1000 * min(seconds, LONGEST_POLL)) + 1))
+        return self.take(ready), {fd for fd in ready if isinstance(fd, int)}
+
+    def watched(self) -> Iterator[zmq.Socket[bytes]]:
+        """What becomes readable, in the order in which it is to be looked at."""
+        for lane in self._lanes:
+            yield lane.monitor
+            yield lane.socket
+
+    def take(self, ready: Ready) -> Heard:
+        """What has arrived.
+
+        Args:
+            ready: which of `watched` are readable.
+
+        Raises:
+            ProtocolError: what came is no message.
+        """
         ended = False
         messages = []
         for lane in self._lanes:
@@ -180,7 +197,7 @@ class Lanes:
                 if frames and not isinstance(message, Rows):
                     raise ProtocolError(f"{type(message).__name__} with {len(frames)} frames behind it")
                 messages.append((message, frames))
-        return Heard(messages, ended), {fd for fd in ready if isinstance(fd, int)}
+        return Heard(messages, ended)
 
     def close(self, *, linger: int = 0) -> None:
         for lane in self._lanes:
@@ -240,6 +257,8 @@ class RowsDelivery:
 
 class RemoteSession:
     """Make it with `open` or `open_here`."""
+
+    connected = True
 
     def __init__(
         self, address: str, welcome: Welcome, lanes: Lanes, control: Lane, lifeline: Lifeline | None = None
@@ -313,9 +332,19 @@ class RemoteSession:
     def report(self, pace: Pace) -> None:
         self._control.send(report(self.welcome.token, pace))
 
+    def describe(self) -> str:
+        return f"the daemon at {self.address} (pid {self.welcome.pid})"
+
     def wait(self, wake: int) -> Events:
-        also = () if self._lifeline is None else (self._lifeline.fileno(),)
-        heard, ready = self._lanes.wait(None, wake, *also)
+        return wait_for(self, wake)
+
+    def watched(self) -> Iterator[zmq.Socket[bytes] | int]:
+        yield from self._lanes.watched()
+        if self._lifeline is not None:
+            yield self._lifeline.fileno()
+
+    def take(self, ready: Ready) -> Events:
+        heard = self._lanes.take(ready)
         lost = "the connection to the daemon ended" if heard.ended else None
         answers: list[Delivery | Failed] = []
         for message, frames in heard.messages:

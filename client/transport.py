@@ -10,7 +10,7 @@ import zmq
 from headrace.connect import scheme
 from headrace.errors import ConfigError, HeadraceError
 from headrace.ping import ask
-from headrace.session import Session
+from headrace.session import Part
 from headrace.shm import SharedSession
 from headrace.tcp import RemoteSession
 
@@ -31,7 +31,7 @@ def open_session(
     timeout: float,
     stop: int,
     device: str = "",
-) -> Session:
+) -> Part:
     """Connect, say `Hello` and wait for `Welcome`, however long the listing takes while it makes progress.
 
     Args:
