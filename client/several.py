@@ -321,13 +321,13 @@ class SeveralSession:
         now, servers = time.monotonic(), self._servers
         if isinstance(outcome, HeadraceError):
             if self._fleet.missing(member, str(outcome), now):
-                log.warning("the server at %s cannot be joined: %s", member.address, outcome)
+                log.warning("the server at %s cannot be joined: %s", member.address, str(outcome))
             return outcome
         error = servers.unlike(member.address, outcome.welcome)
         if error is not None:
             outcome.close()
             if self._fleet.missing(member, str(error), now):
-                log.error("%s; it is not asked for anything", error)
+                log.error("%s; it is not asked for anything", str(error))
             return error
         welcome = outcome.welcome
         if servers.truth is None:
@@ -368,8 +368,9 @@ class SeveralSession:
         try:
             events = joined.session.take(ready)
         except ProtocolError as error:
-            log.error("the server at %s: %s; the session with it is given up", member.address, error)
-            self._lose(joined, str(error))
+            trouble = str(error)  # in the log too: a record of the error would keep this thread's frames
+            log.error("the server at %s: %s; the session with it is given up", member.address, trouble)
+            self._lose(joined, trouble)
             return
         for answer in events.answers:
             self._hear(joined, answer, answers)
