@@ -1,4 +1,4 @@
-"""The Loader with several servers: whichever of them dies, stops, lies or comes back, each picture once and the right one."""
+"""The Loader with several servers: whichever dies, stops, lies or comes back, each picture once and the right one."""
 
 from __future__ import annotations
 
