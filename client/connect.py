@@ -20,6 +20,11 @@ LONGEST_PATH = 107
 #: Seconds that a daemon's ZeroMQ takes to greet at most: no work of its own keeps it from that.
 _GREETING = 10.0
 
+#: How ZMTP 3 begins, and its whole greeting: its length, and where the name of the security mechanism is.
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03"
+_LENGTH = 64
+_MECHANISM = slice(12, 32)
+
 _HINTS = {
     errno.ENOENT: "no daemon was started there: start it first, `headrace serve CONFIG`",
     errno.ECONNREFUSED: "the daemon that was there is gone: start it again, `headrace serve CONFIG`",
@@ -106,17 +111,19 @@ def connect(address: str, *, timeout: float) -> Channel:
             raise ConnectionLost(f"no daemon at {address}: {error.strerror}" + (hint and f" ({hint})")) from None
 
 
-def reach(address: str, *, timeout: float, stop: int) -> str:
+def reach(address: str, *, timeout: float, stop: int, keys: bool = False) -> str:
     """ZeroMQ's endpoint, by number, of the daemon at `tcp://HOST:PORT`.
 
-    ZeroMQ tells nobody why it cannot connect, so it is tried here before, and the greeting is looked at.
+    ZeroMQ tells nobody why it cannot connect, so it is tried here before, and the greeting is looked at, which says too
+    whether the daemon wants keys.
 
     Args:
         timeout: seconds, apart from those that the system's resolver takes.
+        keys: whether this client has some. Then a daemon that wants none is refused: it may be somebody else's.
         stop: a descriptor; when it becomes readable, `Interrupted` is raised.
 
     Raises:
-        ConfigError: not a `tcp://` address.
+        ConfigError: not a `tcp://` address; or only one side has keys.
         ConnectionLost: the host is not known, or nobody listens there.
         DeadlineError: there is no answer.
         ProtocolError: what greets there is no daemon.
@@ -141,9 +148,7 @@ def reach(address: str, *, timeout: float, stop: int) -> str:
             except OSError as error:
                 trouble = error
                 continue
-            greeting = _greeting(sock, address, min(_GREETING, share), stop)
-        if not greeting.startswith(b"\xff"):
-            raise ProtocolError(f"what listens at {address} is no daemon of this kind: it begins with {greeting!r}")
+            _agree(_greeting(sock, address, min(_GREETING, share), stop), address, keys=keys)
         name, _ = socket.getnameinfo(place, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
         return f"tcp://[{name}]:{port}" if family == socket.AF_INET6 else f"tcp://{name}:{port}"
     assert trouble is not None
@@ -165,18 +170,48 @@ def _connect(sock: socket.socket, place: Any, deadline: float, stop: int) -> Non
 
 
 def _greeting(sock: socket.socket, address: str, seconds: float, stop: int) -> bytes:
-    if not _ready(sock, select.POLLIN, time.monotonic() + seconds, stop):
-        raise DeadlineError(
-            f"what listens at {address} says nothing for {seconds:.2g} s: the daemon there is stopped, or it is "
-            "another service's port"
-        )
+    """All of ZeroMQ's, or as much as shows that it is none."""
+    deadline = time.monotonic() + seconds
+    data = b""
     try:
-        data = sock.recv(64)
+        sock.sendall(_SIGNATURE)  # to a buffer that is empty yet
+        while len(data) < _LENGTH and data.startswith(b"\xff"[: len(data)]):
+            if not _ready(sock, select.POLLIN, deadline, stop):
+                said = "no more" if data else "nothing"
+                raise DeadlineError(
+                    f"what listens at {address} says {said} for {seconds:.2g} s: the daemon there is stopped, or it is "
+                    "another service's port"
+                )
+            if not (more := sock.recv(_LENGTH - len(data))):
+                break
+            data += more
+    except DeadlineError:
+        raise
     except OSError:
-        data = b""
+        pass
     if not data:
         raise ConnectionLost(f"what listens at {address} ended the connection at once")
     return data
+
+
+def _agree(greeting: bytes, address: str, *, keys: bool) -> None:
+    """Raises what `reach` does where daemon and client do not agree about keys."""
+    if len(greeting) < _LENGTH or not greeting.startswith(b"\xff"):
+        raise ProtocolError(f"what listens at {address} is no daemon of this kind: it begins with {greeting!r}")
+    mechanism = greeting[_MECHANISM].rstrip(b"\0")
+    if mechanism not in (b"NULL", b"CURVE"):
+        raise ProtocolError(f"what listens at {address} is no daemon of this kind: it wants {mechanism!r}")
+    wanted = mechanism == b"CURVE"
+    if wanted and not keys:
+        raise ConfigError(
+            f"the daemon at {address} wants keys: make some with `headrace keygen`, name the public one in its "
+            '`curve.clients`, and give this side curve={"secret_key": FILE, "server": FILE}'
+        )
+    if keys and not wanted:
+        raise ConfigError(
+            f"what listens at {address} has no keys and encrypts nothing, and is refused because keys were given: they "
+            "are wrong here, or the daemon lacks `curve` in its configuration"
+        )
 
 
 def _ready(sock: socket.socket, events: int, deadline: float, stop: int) -> bool:

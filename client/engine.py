@@ -38,6 +38,7 @@ from headrace.errors import (
     from_wire,
 )
 from headrace.form import Form
+from headrace.keys import Keys
 from headrace.pace import Pace
 from headrace.protocol import IMPURE, MAX_OUTSTANDING, Failed, RowReject, Welcome
 from headrace.session import Delivery, Interrupted, Part, Refusal, Session, differences
@@ -80,6 +81,7 @@ class Engine:
         timeout: seconds without progress after which a wait ends with an error.
         exact: whether every chunk must be rendered by what `Welcome` said.
         device: PCI bus id of the GPU that batches go to; "": none.
+        keys: for a daemon at a `tcp://` address that wants some.
 
     Attributes:
         welcome: the first session's; later ones must agree with it.
@@ -101,6 +103,7 @@ class Engine:
         timeout: float,
         exact: bool,
         device: str = "",
+        keys: Keys | None = None,
     ) -> None:
         self._locate = locate
         self._stream = stream
@@ -108,6 +111,7 @@ class Engine:
         self._timeout = timeout
         self._exact = exact
         self._device = device
+        self._keys = keys
         self.pace = Pace()
         self._pid = os.getpid()
         # The thread is rung at `wake`, and at `stop` in a handshake; the consumer at `ready`.
@@ -517,7 +521,7 @@ class Engine:
     def _connect(self, address: str, stop: int) -> Part:
         return open_session(
             address, self._stream, self._transport, self._context, timeout=self._timeout, stop=stop,
-            device=self._device,
+            device=self._device, keys=self._keys,
         )  # fmt: skip
 
     def _take_up(self, session: Session) -> None:

@@ -22,6 +22,7 @@ from headrace.draws import uniforms
 from headrace.engine import ENDED, Engine, Locate
 from headrace.errors import ConfigError, StateError
 from headrace.form import Form, import_torch, library
+from headrace.keys import Keys
 from headrace.mix import Mixing, check_labels
 from headrace.output import CutMix, MixUp, Output
 from headrace.pace import Work, plain, summary
@@ -88,11 +89,14 @@ class Loader:
         prefetch: batches kept ready.
         transport: `shm`, through memory shared with a daemon on this host; `tcp`; or `auto`, which is `shm` wherever
             the daemon can be reached on this host.
+        curve: keys for a `tcp://` address, `{"secret_key": FILE, "server": FILE}`: this client's own, and the daemon's
+            public one. `headrace keygen` makes them.
         exact: refuse pictures that another renderer made than the one the daemon named first.
         timeout: seconds.
 
     Raises:
-        ConfigError: an argument, or the configuration, is wrong; or `shm` and the daemon is on another host.
+        ConfigError: an argument, or the configuration, is wrong; or `shm` and the daemon is on another host; or its
+            keys and those given do not fit.
         DatasetError: the samples cannot be listed.
         ConnectionLost: no daemon listens at the address.
         DeadlineError: it does not answer.
@@ -120,6 +124,7 @@ class Loader:
         device: Any = None,
         prefetch: int = 2,
         transport: str = "auto",
+        curve: Mapping[str, str | os.PathLike[str]] | None = None,
         exact: bool = False,
         timeout: float = 60.0,
     ) -> None:
@@ -152,7 +157,15 @@ class Loader:
         locate, self._address = _locate(source, timeout, exact=exact)
         self._servers = locate if isinstance(locate, Servers) else None
         bus = "" if self._device is None else self._device.bus
-        self._engine = Engine(locate, stream, cast(Transport, transport), timeout=timeout, exact=exact, device=bus)
+        self._engine = Engine(
+            locate,
+            stream,
+            cast(Transport, transport),
+            timeout=timeout,
+            exact=exact,
+            device=bus,
+            keys=Keys.load(curve),
+        )
         self._staging: DevicePixels | None = None
         self._finalizer = weakref.finalize(self, self._engine.close)
         try:

@@ -8,8 +8,10 @@ a Python that is busy or held up for minutes does not look dead.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import os
+import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from socket import gethostname
@@ -21,7 +23,8 @@ from numpy.typing import NDArray
 
 from headrace import protocol
 from headrace.connect import reach
-from headrace.errors import ConnectionLost, DeadlineError, ProtocolError, from_wire
+from headrace.errors import ConfigError, ConnectionLost, DeadlineError, HeadraceError, ProtocolError, from_wire
+from headrace.keys import OVERHEAD, Keys
 from headrace.lifeline import Lifeline
 from headrace.pace import Pace
 from headrace.protocol import (
@@ -72,9 +75,27 @@ _ENDS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
+#: An event of ZeroMQ's monitor: its number, and a value.
+_EVENT = struct.Struct("=HI")
+
 _numbers = itertools.count()
 
 Context = zmq.Context[zmq.Socket[bytes]]
+
+
+class End(enum.Enum):
+    """How a connection has ended."""
+
+    CLOSED = enum.auto()
+    IN_HANDSHAKE = enum.auto()  # ZeroMQ's own, in which keys are looked at
+    UNKNOWN_KEY = enum.auto()  # so says the other side
+
+    @classmethod
+    def of(cls, event: int) -> End:
+        """By ZeroMQ's event."""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return cls.UNKNOWN_KEY
+        return cls.CLOSED if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED) else cls.IN_HANDSHAKE
 
 
 class Lane:
@@ -83,9 +104,10 @@ class Lane:
     Args:
         silence: milliseconds after which a silent peer is held for gone.
         limit: bytes of the largest frame taken; a larger one ends the connection.
+        keys: to encrypt with, and to know the other side by.
     """
 
-    def __init__(self, context: Context, endpoint: str, *, silence: int, limit: int) -> None:
+    def __init__(self, context: Context, endpoint: str, *, silence: int, limit: int, keys: Keys | None = None) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.monitor = self.socket
         try:
@@ -94,6 +116,9 @@ class Lane:
             # What was asked for is the bound; a full queue would block or lose a message.
             self.socket.sndhwm = self.socket.rcvhwm = 0
             self.socket.maxmsgsize = limit
+            if keys is not None:
+                keys.secure(self.socket)
+                self.socket.maxmsgsize = limit + OVERHEAD
             self.socket.ipv6 = "[" in endpoint
             self.socket.reconnect_ivl = _NEVER
             self.socket.handshake_ivl = _HANDSHAKE
@@ -127,6 +152,10 @@ class Lane:
             if not cast(int, self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 break
 
+    def end(self) -> End:
+        """How the connection has ended, as its monitor says."""
+        return End.of(_EVENT.unpack_from(self.monitor.recv_multipart(zmq.NOBLOCK)[0])[0])
+
     def close(self, *, linger: int = 0) -> None:
         """May be called twice."""
         if not self.socket.closed:
@@ -136,10 +165,10 @@ class Lane:
 
 
 class Heard(NamedTuple):
-    """What `Lanes.wait` brings: messages with the frames that follow them; whether a connection has ended."""
+    """What `Lanes.wait` brings: messages with the frames that follow them; how a connection has ended, if one has."""
 
     messages: Sequence[tuple[RemoteReply, list[zmq.Frame]]]
-    ended: bool
+    ended: End | None
 
 
 class Lanes:
@@ -184,12 +213,11 @@ class Lanes:
         Raises:
             ProtocolError: what came is no message.
         """
-        ended = False
+        ended = None
         messages = []
         for lane in self._lanes:
             if lane.monitor in ready:
-                lane.monitor.recv_multipart(zmq.NOBLOCK)
-                ended = True
+                ended = lane.end()
             if lane.socket not in ready:
                 continue
             for head, *frames in lane.received():
@@ -274,22 +302,32 @@ class RemoteSession:
         self._over = False
 
     @classmethod
-    def open(cls, address: str, stream: str | None, context: Context, *, timeout: float, stop: int) -> RemoteSession:
+    def open(
+        cls,
+        address: str,
+        stream: str | None,
+        context: Context,
+        *,
+        timeout: float,
+        stop: int,
+        keys: Keys | None = None,
+    ) -> RemoteSession:
         """As `open_session`, at an address `tcp://HOST:PORT`."""
-        endpoint = reach(address, timeout=timeout, stop=stop)
+        endpoint = reach(address, timeout=timeout, stop=stop, keys=keys is not None)
         context.set(zmq.IO_THREADS, lanes_wanted())  # counts if this is the context's first socket
         lanes = Lanes()
         try:
-            control = lanes.add(Lane(context, endpoint, silence=CONTROL_SILENCE, limit=protocol.DAEMON_LIMIT))
+            control = Lane(context, endpoint, silence=CONTROL_SILENCE, limit=protocol.DAEMON_LIMIT, keys=keys)
+            lanes.add(control)
             control.send(Hello(stream=stream, transport="tcp", client=f"pid {os.getpid()} on {gethostname()}"))
-            welcome = _handshake(address, lanes, Opening(address, timeout), stop)
+            welcome = _handshake(address, lanes, Opening(address, timeout), stop, keys)
             _expect_tcp(address, welcome)
         except BaseException:
             lanes.close()
             raise
         session = cls(address, welcome, lanes, control)
         try:
-            session._attach(context, endpoint, range(1, lanes_wanted() + 1), timeout, stop)
+            session._attach(context, endpoint, range(1, lanes_wanted() + 1), timeout, stop, keys)
         except BaseException:
             session.close()
             raise
@@ -345,7 +383,7 @@ class RemoteSession:
 
     def take(self, ready: Ready) -> Events:
         heard = self._lanes.take(ready)
-        lost = "the connection to the daemon ended" if heard.ended else None
+        lost = None if heard.ended is None else "the connection to the daemon ended"
         answers: list[Delivery | Failed] = []
         for message, frames in heard.messages:
             match message:
@@ -381,11 +419,14 @@ class RemoteSession:
         if self._lifeline is not None:
             self._lifeline.abandon()
 
-    def _attach(self, context: Context, endpoint: str, numbers: range, timeout: float, stop: int) -> None:
+    def _attach(
+        self, context: Context, endpoint: str, numbers: range, timeout: float, stop: int, keys: Keys | None = None
+    ) -> None:
         """Open the data connections and wait until all of `numbers` belong to the session."""
         for number in numbers:
             if number:
-                lane = self._lanes.add(Lane(context, endpoint, silence=DATA_SILENCE, limit=_largest(self.welcome)))
+                lane = Lane(context, endpoint, silence=DATA_SILENCE, limit=_largest(self.welcome), keys=keys)
+                self._lanes.add(lane)
                 lane.send(Attach(token=self.welcome.token, lane=number))
         missing = set(numbers)
         deadline = time.monotonic() + timeout
@@ -411,8 +452,8 @@ class RemoteSession:
                         raise ConnectionLost(f"the daemon at {self.address} ended the session before it was ready")
                     case _:
                         raise ProtocolError(f"{self.address}: {type(message).__name__} is no answer to Attach")
-            if heard.ended:
-                raise ConnectionLost(f"the daemon at {self.address} closed a connection before it was ready")
+            if heard.ended is not None:
+                raise _ended(self.address, heard.ended, keys, "closed a connection before it was ready")
 
     def _wanted(self, request: int) -> range | None:
         """The rows that this request was for, or None if it was taken back. It is answered now."""
@@ -433,18 +474,19 @@ class RemoteSession:
         return RowsDelivery(self.welcome.layout, message, frames)
 
 
-def ask_there(address: str, question: Ping, *, timeout: float, stop: int) -> Message:
+def ask_there(address: str, question: Ping, *, timeout: float, stop: int, keys: Keys | None = None) -> Message:
     """The answer to `Ping` at `tcp://HOST:PORT`.
 
     Raises:
         as `ping`, and Interrupted.
     """
     deadline = time.monotonic() + timeout
-    endpoint = reach(address, timeout=timeout, stop=stop)
+    endpoint = reach(address, timeout=timeout, stop=stop, keys=keys is not None)
     lanes = Lanes()
     context: Context = zmq.Context()
     try:
-        lane = lanes.add(Lane(context, endpoint, silence=CONTROL_SILENCE, limit=protocol.DAEMON_LIMIT))
+        lane = Lane(context, endpoint, silence=CONTROL_SILENCE, limit=protocol.DAEMON_LIMIT, keys=keys)
+        lanes.add(lane)
         lane.send(question)
         while (left := deadline - time.monotonic()) > 0:
             heard, ready = lanes.wait(left, stop)
@@ -452,8 +494,8 @@ def ask_there(address: str, question: Ping, *, timeout: float, stop: int) -> Mes
                 raise Interrupted
             for message, _ in heard.messages:
                 return message
-            if heard.ended:
-                raise ConnectionLost(f"{address}: the daemon ended the connection without an answer")
+            if heard.ended is not None:
+                raise _ended(address, heard.ended, keys, "ended the connection without an answer")
         raise DeadlineError(f"{address}: the daemon does not answer within {timeout:g} s")
     finally:
         lanes.close()
@@ -465,7 +507,7 @@ def lanes_wanted() -> int:
     return max(1, min(LANES, len(os.sched_getaffinity(0)) // 2))
 
 
-def _handshake(address: str, lanes: Lanes, opening: Opening, stop: int) -> Welcome:
+def _handshake(address: str, lanes: Lanes, opening: Opening, stop: int, keys: Keys | None) -> Welcome:
     while True:
         heard, ready = lanes.wait(opening.left(), stop)
         if stop in ready:
@@ -474,8 +516,23 @@ def _handshake(address: str, lanes: Lanes, opening: Opening, stop: int) -> Welco
             welcome = opening.heard(message)
             if welcome is not None:
                 return welcome
-        if heard.ended:
-            raise ConnectionLost(f"the daemon at {address} closed the connection before it was ready")
+        if heard.ended is not None:
+            raise _ended(address, heard.ended, keys, "closed the connection before it was ready")
+
+
+def _ended(address: str, how: End, keys: Keys | None, otherwise: str) -> HeadraceError:
+    """What a connection's end is to be called, if it came before all was ready."""
+    if keys is not None and how is End.UNKNOWN_KEY:
+        return ConfigError(
+            f"the daemon at {address} does not let in the key of {keys.own.file}: its `curve.clients` must name the "
+            f"public key that belongs to it, {keys.own.public.decode()}, and the daemon be started again then"
+        )
+    if keys is not None and how is End.IN_HANDSHAKE:
+        return ConnectionLost(
+            f"the daemon at {address} ended the connection before it was encrypted: {keys.server_file} is not its "
+            "public key, or it is just ending"
+        )
+    return ConnectionLost(f"the daemon at {address} {otherwise}")
 
 
 def _expect_tcp(address: str, welcome: Welcome) -> None:

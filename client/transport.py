@@ -9,6 +9,7 @@ import zmq
 
 from headrace.connect import scheme
 from headrace.errors import ConfigError, HeadraceError
+from headrace.keys import Keys
 from headrace.ping import ask
 from headrace.session import Part
 from headrace.shm import SharedSession
@@ -31,6 +32,7 @@ def open_session(
     timeout: float,
     stop: int,
     device: str = "",
+    keys: Keys | None = None,
 ) -> Part:
     """Connect, say `Hello` and wait for `Welcome`, however long the listing takes while it makes progress.
 
@@ -40,17 +42,18 @@ def open_session(
         timeout: seconds without progress.
         stop: a descriptor; when it becomes readable, `Interrupted` is raised.
         device: PCI bus id of the GPU that batches go to; "": none. A daemon on another host is not told.
+        keys: for a `tcp://` address; None: the daemon wants none.
 
     Raises:
         Refusal: the daemon says no.
-        ConfigError: not an address, or `shm` and the daemon is on another host.
+        ConfigError: not an address, or `shm` and the daemon is on another host; or keys that do not fit.
         ConnectionLost: nobody listens there, or the connection ended.
         DeadlineError: no progress.
         ProtocolError: an answer that this version cannot take.
     """
     remote = scheme(address) == "tcp"
     if remote and transport != "tcp":
-        unix = _on_this_host(address, timeout=timeout, stop=stop)
+        unix = _on_this_host(address, timeout=timeout, stop=stop, keys=keys)
         if isinstance(unix, str):
             log.info("the daemon at %s is on this host, at %s: rows come through shared memory", address, unix)
             address, remote = unix, False
@@ -61,15 +64,15 @@ def open_session(
         else:
             log.info("the daemon at %s is not on this host (%s): rows come over tcp", address, unix)
     if remote:
-        return RemoteSession.open(address, stream, context, timeout=timeout, stop=stop)
+        return RemoteSession.open(address, stream, context, timeout=timeout, stop=stop, keys=keys)
     if transport == "tcp":
         return RemoteSession.open_here(address, stream, context, timeout=timeout, stop=stop, device=device)
     return SharedSession.open(address, stream, context, timeout=timeout, stop=stop, device=device)
 
 
-def _on_this_host(address: str, *, timeout: float, stop: int) -> str | HeadraceError:
+def _on_this_host(address: str, *, timeout: float, stop: int, keys: Keys | None) -> str | HeadraceError:
     """The daemon's `ipc://` address if it is reached there, or else why not."""
-    there = ask(address, timeout=timeout, stop=stop)
+    there = ask(address, timeout=timeout, stop=stop, keys=keys)
     try:
         here = ask(there.address, timeout=min(timeout, _NEAR), stop=stop)
     except HeadraceError as error:

@@ -42,6 +42,7 @@ from headrace.pipeline.values import (
     Flag,
     Folder,
     InFlight,
+    KeyFiles,
     LabelColumns,
     MemoryValue,
     Name,
@@ -276,6 +277,29 @@ class Socket(_Model):
     group: Name | None = None
 
 
+class Curve(_Model):
+    """Keys for tcp: with them all of it is encrypted, and none but these clients get in.
+
+    Attributes:
+        secret_key: the file of the daemon's own, which only its user may read; None: no keys are asked for.
+        clients: files of clients' public keys, or folders of such files.
+    """
+
+    if TYPE_CHECKING:  # what a caller may write is more than what a field holds
+
+        def __init__(self, **data: Any) -> None: ...
+
+    secret_key: File | None = None
+    clients: KeyFiles = ()
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> Curve:
+        if (self.secret_key is None) != (not self.clients):
+            missing, without = ("clients", "nobody could connect") if self.secret_key else ("secret_key", "none counts")
+            raise ValueError(f"{missing}: is missing, and without it {without}; `headrace keygen DIR` makes keys")
+        return self
+
+
 class Workers(_Model):
     """Who computes.
 
@@ -323,6 +347,7 @@ class Config(_Model):
         memory: for the slots of all streams; None: the daemon's own choice.
         cache_dir: for indexes; None: `cache_folder`'s default.
         socket: who may connect.
+        curve: keys for tcp.
         metrics: where `/metrics` and `/healthz` are, HOST:PORT; None: nowhere.
         workers: who computes.
         streams: by name.
@@ -336,6 +361,7 @@ class Config(_Model):
     memory: MemoryValue | None = None
     cache_dir: Folder | None = None
     socket: Socket = Socket()
+    curve: Curve = Curve()
     metrics: Place | None = None
     workers: Workers = Workers()
     streams: Annotated[dict[StreamName, Stream], BeforeValidator(_streams)]
@@ -367,8 +393,9 @@ class Config(_Model):
         return cache_home() if self.cache_dir is None else self.cache_dir
 
     def key(self) -> str:
-        """Digest of the configuration with its defaults filled in, `listen` left out: one private daemon per key."""
-        return _digest(self.plain() | {"listen": None, "cache_dir": str(self.cache_folder)})
+        """Digest of the configuration with its defaults filled in, less `listen` and `curve`, of which a private daemon
+        makes no use: there is one of them per key."""
+        return _digest(self.plain() | {"listen": None, "curve": None, "cache_dir": str(self.cache_folder)})
 
     def stream(self, name: str | None = None) -> tuple[str, Stream]:
         """The stream of this name; of the only one, if no name is given.

@@ -146,6 +146,19 @@ def _patterns(value: object, info: ValidationInfo) -> list[str]:
     return [str(check(item, info)) for item in items]  # type: ignore[call-arg]
 
 
+def _key_files(value: object, info: ValidationInfo) -> tuple[Path, ...]:
+    """Paths of files or folders, made absolute likewise."""
+    items = [value] if isinstance(value, str | os.PathLike) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(v, str | os.PathLike) for v in items):
+        raise ValueError("must be a list of files with public keys, NAME.key, or of folders with such files")
+    check = _path("a file with a public key").func
+    return tuple(check(item, info) for item in items)  # type: ignore[call-arg]
+
+
+def _key_files_plain(value: tuple[Path, ...]) -> list[str]:
+    return list(map(str, value))
+
+
 def _names(what: str) -> BeforeValidator:
     def check(value: object) -> list[str]:
         if not isinstance(value, list | tuple) or not value or not all(isinstance(v, str) and v for v in value):
@@ -266,6 +279,7 @@ Flag = Annotated[bool, BeforeValidator(_flag)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 Folder = Annotated[Path, _path("a folder"), PlainSerializer(str)]
 File = Annotated[Path, _path("a file"), PlainSerializer(str)]
+KeyFiles = Annotated[tuple[Path, ...], PlainValidator(_key_files), PlainSerializer(_key_files_plain)]
 Patterns = Annotated[list[str], PlainValidator(_patterns)]
 LabelColumns = Annotated[str | list[str] | None, PlainValidator(_label_columns)]
 ClassNames = Annotated[list[str], _names("class names")]

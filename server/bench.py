@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,7 +37,15 @@ class Result:
         ]
 
 
-def bench(address: str, *, stream: str | None, batch_size: int, steps: int, transport: str) -> Result:
+def bench(
+    address: str,
+    *,
+    stream: str | None,
+    batch_size: int,
+    steps: int,
+    transport: str,
+    curve: Mapping[str, Any] | None = None,
+) -> Result:
     """Take `steps` batches, in as many epochs as it needs; the first batch is warm-up.
 
     Raises:
@@ -45,7 +54,7 @@ def bench(address: str, *, stream: str | None, batch_size: int, steps: int, tran
     waits: list[float] = []
     images = 0
     with Loader(address, stream=stream, batch_size=batch_size, rank=0, world_size=1, transport=transport,
-                output="numpy") as loader:  # fmt: skip
+                curve=curve, output="numpy") as loader:  # fmt: skip
         batches = iter(loader)
         next(batches)
         begin = time.perf_counter()

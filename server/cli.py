@@ -43,6 +43,19 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="the YAML fil
 Address = Annotated[
     str, typer.Argument(metavar="ADDRESS", help="of a daemon: ipc://PATH or tcp://HOST:PORT", show_default=False)
 ]
+SecretKey = Annotated[
+    Path | None,
+    typer.Option(
+        "--curve-secret-key",
+        metavar="FILE",
+        help="of this client, for a tcp address that wants keys",
+        show_default=False,
+    ),
+]
+ServerKey = Annotated[
+    Path | None,
+    typer.Option("--curve-server", metavar="FILE", help="the daemon's public key, likewise", show_default=False),
+]
 StreamName = Annotated[str, typer.Argument(metavar="STREAM", help="a stream of the configuration", show_default=False)]
 
 
@@ -99,7 +112,7 @@ def options(
 def serve(
     config: ConfigFile,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="listen also where other hosts reach it, with nothing encrypted")
+        bool, typer.Option("--insecure", help="listen also where other hosts reach it, without keys and encryption")
     ] = False,
 ) -> None:
     """Run the daemon. Prints `listening on ADDRESS` when clients can come; SIGTERM or Ctrl-C stops it, twice forces."""
@@ -109,7 +122,10 @@ def serve(
     from headrace.server.service import Service
 
     loaded = Config.load(config)
-    endpoints = [tcp_endpoint(address, insecure=insecure) for address in loaded.listen if address.startswith("tcp:")]
+    keys = loaded.curve.secret_key is not None
+    endpoints = [
+        tcp_endpoint(address, insecure=insecure, keys=keys) for address in loaded.listen if address.startswith("tcp:")
+    ]
     paths = [address.removeprefix("ipc://") for address in loaded.listen if address.startswith("ipc:")]
     with contextlib.ExitStack() as opened:
         listeners = []
@@ -121,7 +137,9 @@ def serve(
         if exporter is not None:
             opened.callback(exporter.close)
         log.info("the log is this, standard error; process %d", os.getpid())
-        if insecure:
+        if insecure and keys:
+            log.warning("--insecure: over tcp keys are asked for all the same; only at the port for metrics none are")
+        elif insecure:
             log.warning(
                 "--insecure: anybody who reaches a port of this daemon can read its pictures and labels, and can keep "
                 "it busy; nothing is encrypted, and nobody is asked for a key"
@@ -160,6 +178,7 @@ def check(
         f"workers: {team.processes} ({usable_cpus()} CPUs may be used)"
         f"{', which take over where no GPU works any more' if team.devices else ''}",
         f"cache: {loaded.cache_folder}",
+        *_keys_shown(loaded),
     )
     status = 0
     for name in loaded.streams:
@@ -182,6 +201,22 @@ def _devices(team: Crew) -> list[str]:
         f"of which it takes about {least} before the first picture"
     )
     return [f"GPU {device}: {bounds}" for device in team.devices]
+
+
+def _keys_shown(config: Config) -> list[str]:
+    """What there is to say about the keys of a configuration.
+
+    Raises:
+        ConfigError: the daemon would not take them.
+    """
+    from headrace.server.keys import ServerKeys
+
+    keys = ServerKeys.load(config.curve)
+    if keys is None:
+        return []
+    names = ", ".join(sorted(keys.clients.values()))
+    used = any(address.startswith("tcp:") for address in config.listen)
+    return [f"keys: over tcp may come {names}", *([] if used else ["  but `listen` has no tcp:// address"])]
 
 
 def _checked(config: Config, name: str, in_flight: int, *, reindex: bool) -> list[str]:
@@ -321,11 +356,27 @@ def verify(
 
 
 @app.command()
-def ping(address: Address, timeout: Annotated[float, typer.Option(min=0.001, help="seconds to wait")] = 5.0) -> None:
+def keygen(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="is made if need be", show_default=False)],
+    name: Annotated[str, typer.Option("--name", help="of the files, and of the key in the daemon's log")] = "headrace",
+) -> None:
+    """Make a pair of keys for tcp, NAME.key and NAME.key_secret: one for the daemon, one for each client."""
+    from headrace.keys import generate
+
+    _out(*map(str, generate(folder, name)))
+
+
+@app.command()
+def ping(
+    address: Address,
+    timeout: Annotated[float, typer.Option(min=0.001, help="seconds to wait")] = 5.0,
+    secret_key: SecretKey = None,
+    server_key: ServerKey = None,
+) -> None:
     """Ask a daemon whether it is usable."""
     from headrace.ping import ping as ask
 
-    pong = ask(address, timeout=timeout)
+    pong = ask(address, timeout=timeout, curve=_curve(secret_key, server_key))
     streams = ", ".join(
         f"{name} ({'not open yet' if at is None else f'{at.samples} samples'})" for name, at in pong.streams.items()
     )
@@ -340,11 +391,13 @@ def top(
     address: Address,
     once: Annotated[bool, typer.Option("--once", help="print one frame and end")] = False,
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="seconds between two frames")] = 2.0,
+    secret_key: SecretKey = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Watch a daemon: what its streams, workers and clients do now. Ctrl-C ends it."""
     from headrace.server.top import top as watch
 
-    watch(address, _out, interval=interval, once=once)
+    watch(address, _out, interval=interval, once=once, curve=_curve(secret_key, server_key))
 
 
 @app.command()
@@ -355,11 +408,14 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="batches to take, over as many epochs as it needs")] = 200,
     transport: Annotated[str, typer.Option(help="auto, shm or tcp")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    secret_key: SecretKey = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Take batches from a daemon as fast as they come, and say how fast that is."""
     from headrace.server.bench import bench as run
 
-    result = run(address, stream=stream, batch_size=batch_size, steps=steps, transport=transport)
+    curve = _curve(secret_key, server_key)
+    result = run(address, stream=stream, batch_size=batch_size, steps=steps, transport=transport, curve=curve)
     if as_json:
         _out(json.dumps(result.as_dict()))
     else:
@@ -386,6 +442,8 @@ def profile(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="write a page with plots, too")] = None,
+    secret_key: SecretKey = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Measure each stage and the whole chain; say what limits, by how much, and what to change."""
     from headrace.pipeline.spec import Config
@@ -398,7 +456,8 @@ def profile(
     data = []
     if address is not None:
         name = None if loaded is None and stream is None else stream or _only(loaded)
-        result = profiles.against(address, _progress, stream=name, seconds=seconds, target=target)
+        curve = _curve(secret_key, server_key)
+        result = profiles.against(address, _progress, stream=name, seconds=seconds, target=target, curve=curve)
     elif loaded is not None:
         name, spec = loaded.stream(stream)
         data = [Path(os.path.realpath(spec.dataset.folder))] if spec.dataset.folder is not None else []
@@ -409,6 +468,15 @@ def profile(
         pages.write(result, page, data)
         log.info("wrote %s", page)
     _out(*([json.dumps(result.as_dict())] if as_json else report.lines(result)))
+
+
+def _curve(secret_key: Path | None, server_key: Path | None) -> dict[str, Path] | None:
+    """The two options as the Loader takes them."""
+    if secret_key is None or server_key is None:
+        if secret_key is server_key:
+            return None
+        raise ConfigError("--curve-secret-key and --curve-server belong together: a client needs both")
+    return {"secret_key": secret_key, "server": server_key}
 
 
 def _only(config: Config | None) -> str | None:
@@ -435,6 +503,8 @@ def demo(
         str | None, typer.Option("--from", metavar="ADDRESS", help="a daemon that serves already")
     ] = None,
     transport: Annotated[str, typer.Option(help="auto, shm or tcp; with --from")] = "auto",
+    secret_key: SecretKey = None,
+    server_key: ServerKey = None,
 ) -> None:
     """Serve real photos through a daemon, train a small network on them, print speed, waiting and loss."""
     from headrace.server.demo import run, train
@@ -443,7 +513,7 @@ def demo(
     if address is None:
         run(data, _out)
     else:
-        train(address, _out, epochs=1, transport=transport)
+        train(address, _out, epochs=1, transport=transport, curve=_curve(secret_key, server_key))
 
 
 def _out(*lines: str) -> None:

@@ -111,11 +111,11 @@ def _configuration(folder: Path, cache: Path | None) -> dict[str, Any]:
     }
 
 
-def train(source: Any, out: Out, *, epochs: int = _EPOCHS, transport: str = "auto") -> None:
+def train(source: Any, out: Out, *, epochs: int = _EPOCHS, transport: str = "auto", curve: Any = None) -> None:
     """Train a small network on a stream.
 
     Args:
-        source, transport: as the Loader takes them.
+        source, transport, curve: as the Loader takes them.
     """
     import torch
     from torch import nn
@@ -123,7 +123,7 @@ def train(source: Any, out: Out, *, epochs: int = _EPOCHS, transport: str = "aut
     torch.manual_seed(0)
     # The workers take every CPU but one: threads of torch beside them would spend their time waiting for each other.
     torch.set_num_threads(1)
-    with Loader(source, batch_size=_BATCH, transport=transport) as loader:
+    with Loader(source, batch_size=_BATCH, transport=transport, curve=curve) as loader:
         model = _network(len(loader.classes))
         optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
         loss_of = nn.CrossEntropyLoss()

@@ -163,21 +163,23 @@ def peer(connection: socket.socket) -> tuple[int, int]:
     return int.from_bytes(data[:4], "little"), int.from_bytes(data[4:8], "little")
 
 
-def tcp_endpoint(address: str, *, insecure: bool) -> str:
+def tcp_endpoint(address: str, *, insecure: bool, keys: bool = False) -> str:
     """What ZeroMQ is to bind for `tcp://HOST:PORT`: the address in numbers.
 
     Args:
         insecure: whether it may be one that other hosts reach.
+        keys: whether clients are asked for keys, so that it may.
 
     Raises:
         ConfigError: there is no such host, or others could reach it and must not.
     """
     host, port, loopback = _place(address.removeprefix("tcp://"), f"listen: {address}")
-    if not insecure and not loopback:
+    if not insecure and not keys and not loopback:
         raise ConfigError(
             f"listen: {address} can be reached from other hosts, where anybody could read the pictures and labels, for "
-            "nothing is encrypted and no keys are asked for: listen at a loopback address, such as "
-            f"tcp://127.0.0.1:{port}, or say `headrace serve --insecure`"
+            "nothing is encrypted and no keys are asked for: make keys with `headrace keygen DIR` and name them in "
+            f"`curve`, or listen at a loopback address, such as tcp://127.0.0.1:{port}, or say `headrace serve "
+            "--insecure`"
         )
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 

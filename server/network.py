@@ -30,7 +30,9 @@ from numpy.typing import NDArray
 
 from headrace import protocol
 from headrace.errors import ConfigError
+from headrace.keys import OVERHEAD
 from headrace.protocol import Alive, Message, Rows
+from headrace.server.keys import Gate
 from headrace.workers.loop import Loop
 
 #: Frames that are taken in one turn of the loop: one client's flood must not keep the others waiting.
@@ -119,6 +121,7 @@ class Network:
         heard: called with this network, the identity of a peer and the frame that came from it.
         public: whether it takes in strangers, or only further connections of sessions that began elsewhere.
         crowded: says whether there are too many connections by now; then the one that came last is cut off.
+        gate: lets in those who have keys, and encrypts; None: anybody comes in.
         threads: of ZeroMQ, among which connections are dealt out.
     """
 
@@ -130,6 +133,7 @@ class Network:
         *,
         public: bool,
         crowded: Callable[[], bool],
+        gate: Gate | None = None,
         threads: range = range(1),
         timings: Timings = TIMINGS,
     ) -> None:
@@ -138,6 +142,7 @@ class Network:
         self._loop = loop
         self._heard = heard
         self._crowded = crowded
+        self.gate = gate
         self._muted: set[bytes] = set()
         self._busy: set[Lane] = set()
         self._ports: set[int] = set()
@@ -145,6 +150,9 @@ class Network:
         self._looked = time.monotonic()
         self._router = make_router(context, threads=threads)
         router = self._router
+        if gate is not None:
+            gate.guard(router)
+            router.setsockopt(zmq.MAXMSGSIZE, protocol.CLIENT_LIMIT + OVERHEAD)
         router.setsockopt(zmq.SNDHWM, _QUEUE)
         router.setsockopt(zmq.RCVHWM, _QUEUE)
         router.setsockopt(zmq.HEARTBEAT_IVL, _ms(timings.heartbeat))
@@ -153,7 +161,8 @@ class Network:
         router.setsockopt(zmq.HANDSHAKE_IVL, _ms(timings.attach))
         router.setsockopt(zmq.TCP_MAXRT, _ms(timings.stuck))
         name = f"inproc://headrace-network-{next(_numbers)}"
-        router.monitor(name, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        failed = 0 if gate is None else zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        router.monitor(name, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | failed)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop libzmq's thread
         self._monitor.connect(name)
@@ -192,6 +201,10 @@ class Network:
                 return
             if event == zmq.EVENT_DISCONNECTED:
                 self._connections.pop(fd, None)
+                continue
+            if event != zmq.EVENT_ACCEPTED:  # its value is no descriptor
+                if self.gate is not None:
+                    self.gate.failed()
                 continue
             self._connections[fd] = _Peer(time.monotonic())
             if self._crowded():
@@ -242,7 +255,7 @@ class Network:
                 continue
             # The connection may have ended, and the descriptor be another's by now: then that one is given credit.
             if (peer := self._connections.get(int(frames[0].get(zmq.SRCFD)))) is not None:
-                peer.heard += _wire_bytes(frames[0])
+                peer.heard += _wire_bytes(len(frames[0]) + (0 if self.gate is None else OVERHEAD))
             if identity not in self._muted:
                 self._heard(self, identity, frames[0])
 
@@ -354,8 +367,7 @@ def _shut_down(connection: socket.socket) -> int:
     return 0
 
 
-def _wire_bytes(frame: zmq.Frame) -> int:
-    size = len(frame)
+def _wire_bytes(size: int) -> int:
     return size + (2 if size < 256 else 9)
 
 

@@ -699,18 +699,25 @@ def _take(batches: Iterator[Any], seconds: float) -> None:
 
 
 def against(
-    address: str, watch: Watch, *, stream: str | None = None, seconds: float = 5.0, target: float | None = None
+    address: str,
+    watch: Watch,
+    *,
+    stream: str | None = None,
+    seconds: float = 5.0,
+    target: float | None = None,
+    curve: Mapping[str, Any] | None = None,
 ) -> Profile:
     """Watch a daemon under its real load.
 
     Args:
         stream: which trainers' share of it to look at; None: of all. Workers are always those of all streams.
+        curve: as `ping`'s.
 
     Raises:
         ConfigError: no such stream.
         HeadraceError: the daemon does not answer, or nobody takes anything from it.
     """
-    before = ping(address, timeout=_PING)
+    before = ping(address, timeout=_PING, curve=curve)
     if stream is not None and stream not in before.streams:
         raise ConfigError(f"{address}: there is no stream {stream!r}; there is {', '.join(before.streams)}")
     began = time.perf_counter()
@@ -718,7 +725,7 @@ def against(
         while (spent := time.perf_counter() - began) < seconds:
             progress(int(spent * 10), int(seconds * 10))
             time.sleep(min(0.1, seconds - spent + 0.001))
-    after = ping(address, timeout=_PING)
+    after = ping(address, timeout=_PING, curve=curve)
     chain = watched(before, after, time.perf_counter() - began, stream)
     if not chain.consumers:
         raise HeadraceError(f"{address}: no trainer is there: nothing to watch")

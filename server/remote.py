@@ -17,6 +17,7 @@ from headrace import protocol
 from headrace.errors import ProtocolError
 from headrace.protocol import Attach, Attached, Cancel, Get, Hello, Leave, Ping, Pong, Refused, Report, Unknown
 from headrace.server.connection import Connection, RemoteConnection
+from headrace.server.keys import Gate, ServerKeys
 from headrace.server.network import Network, Timings
 from headrace.server.transport import Tcp
 from headrace.workers.loop import Loop
@@ -51,6 +52,7 @@ class Remote:
         sessions: is told what arrives.
         most: connections over tcp, whoever has them.
         threads: of ZeroMQ, that copy into the kernel what goes over tcp.
+        keys: that strangers are asked for; None: none.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Remote:
         *,
         threads: range,
         timings: Timings,
+        keys: ServerKeys | None = None,
     ) -> None:
         self._context = context
         self._loop = loop
@@ -71,6 +74,8 @@ class Remote:
         self._timings = timings
         self._members: dict[tuple[Network, bytes], Connection] = {}
         self._begun: set[Connection] = set()
+        # Before there is anybody whom it could be asked about.
+        self._gate = None if keys is None else Gate(context, loop, keys)
         self._public: Network | None = None
         self._private: Network | None = None
         self._private_endpoint = ""
@@ -136,12 +141,16 @@ class Remote:
             if probe:
                 self._probed = now
                 network.forget_the_gone()
+        if self._gate is not None:
+            self._gate.tick()
         return nonsense
 
     def close(self) -> None:
         """End all connections."""
         for network in self._networks():
             network.close()
+        if self._gate is not None:
+            self._gate.close()
 
     def _networks(self) -> list[Network]:
         return [network for network in (self._public, self._private) if network is not None]
@@ -153,6 +162,7 @@ class Remote:
             self._heard,
             public=public,
             crowded=lambda: self.connections > self._most,
+            gate=self._gate if public else None,
             threads=self._threads,
             timings=self._timings,
         )
@@ -172,7 +182,10 @@ class Remote:
             elif isinstance(message, Ping):
                 network.send(identity, self._sessions.pong(detail=message.detail))
             else:
-                self._hello(network, identity, str(frame.get("Peer-Address")), message, member)
+                peer = str(frame.get("Peer-Address"))
+                if network.gate is not None:
+                    peer += f" with the key {frame.get('User-Id')}"
+                self._hello(network, identity, peer, message, member)
         except ProtocolError as error:
             refused = Refused(kind="ProtocolError", text=str(error))
             if member is not None:

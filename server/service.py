@@ -45,6 +45,7 @@ from headrace.server import ring_size
 from headrace.server.connection import Connection, Gone, UnixConnection
 from headrace.server.desk import Session
 from headrace.server.exporter import Exporter
+from headrace.server.keys import ServerKeys
 from headrace.server.listener import Listener
 from headrace.server.measures import Measures
 from headrace.server.network import TIMINGS, Timings, make_router, send
@@ -105,7 +106,7 @@ class Service:
     Args:
         config: all of it.
         listeners: where clients of this host come; owned from now on.
-        endpoints: where others come, `tcp://ADDRESS:PORT` in numbers.
+        endpoints: where others come, `tcp://ADDRESS:PORT` in numbers; with keys, if the configuration has any.
         private: end with the last session.
         exporter: of metrics; owned from now on.
     """
@@ -120,6 +121,7 @@ class Service:
         exporter: Exporter | None = None,
         timings: Timings = TIMINGS,
     ) -> None:
+        keys = ServerKeys.load(config.curve) if endpoints else None
         self._config = config
         self._listeners = list(listeners)
         self._endpoints = list(endpoints)
@@ -147,7 +149,13 @@ class Service:
         self._router = make_router(self._context, threads=range(1))
         self._router.setsockopt(zmq.SNDHWM, 0)  # a session's answers are bounded by its requests
         self._remote = Remote(
-            self._context, self._loop, self, self._descriptors // 2, threads=range(1, 1 + threads), timings=timings
+            self._context,
+            self._loop,
+            self,
+            self._descriptors // 2,
+            threads=range(1, 1 + threads),
+            timings=timings,
+            keys=keys,
         )
         self._instance = secrets.token_bytes(16)
         self._started = self._touched = time.monotonic()

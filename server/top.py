@@ -7,8 +7,9 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -35,23 +36,32 @@ DAEMON_STAGES = ("send",)
 IDLE = "wait"
 
 
-def top(address: str, out: Callable[[str], None], *, interval: float, once: bool) -> None:
+def top(
+    address: str,
+    out: Callable[[str], None],
+    *,
+    interval: float,
+    once: bool,
+    curve: Mapping[str, Any] | None = None,
+) -> None:
     """Show a frame every `interval` seconds; on a terminal one in the place of the other, elsewhere one below it.
 
     Args:
         out: takes lines where standard output is no terminal.
         once: a single one, over `interval` seconds.
+        curve: as `ping`'s.
 
     Raises:
         HeadraceError: as `ping`'s; on a terminal only for the first frame.
     """
-    history = History(ping(address, timeout=_TIMEOUT))
+    ask = partial(ping, address, timeout=_TIMEOUT, curve=curve)
+    history = History(ask())
     console = Console(highlight=False, emoji=False, markup=False)
     if console.is_terminal and not once:
-        _live(address, console, history, interval)
+        _live(address, ask, console, history, interval)
     while True:
         time.sleep(interval)
-        history.push(ping(address, timeout=_TIMEOUT))
+        history.push(ask())
         shown_now = frame(address, history.before, history.after)
         if console.is_terminal:
             console.print(shown_now)
@@ -61,14 +71,14 @@ def top(address: str, out: Callable[[str], None], *, interval: float, once: bool
             return
 
 
-def _live(address: str, console: Console, history: History, interval: float) -> NoReturn:
+def _live(address: str, ask: Callable[[], Pong], console: Console, history: History, interval: float) -> NoReturn:
     trouble = ""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(frame(address, history.before, history.after, trouble), refresh=True)
             time.sleep(interval)
             try:
-                history.push(ping(address, timeout=_TIMEOUT))
+                history.push(ask())
                 trouble = ""
             except HeadraceError as error:  # it may come back
                 trouble = str(error)

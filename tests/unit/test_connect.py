@@ -159,7 +159,12 @@ def service(*said: bytes, family: socket.AddressFamily = socket.AF_INET) -> Iter
                 sock.close()
 
 
-GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f"
+def greeting(mechanism: bytes) -> bytes:
+    """ZeroMQ's, as a server sends it."""
+    return b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+GREETING = greeting(b"NULL")
 
 
 def test_a_daemon_is_reached_by_number_whatever_its_name(never: int) -> None:
@@ -199,7 +204,9 @@ def test_a_host_that_is_not_known_is_named(never: int) -> None:
     ("said", "error", "named"),
     [
         (b"SSH-2.0-OpenSSH_9.6\r\n", ProtocolError, "no daemon of this kind: it begins with b'SSH-2"),
+        (b"\xff\xff\xff", DeadlineError, r"says no more for 0\.3 s"),
         (b"", DeadlineError, r"says nothing for 0\.3 s"),
+        (greeting(b"PLAIN"), ProtocolError, "no daemon of this kind: it wants b'PLAIN'"),
     ],
 )
 def test_another_service_at_the_port_is_told_from_a_daemon(
@@ -207,6 +214,35 @@ def test_another_service_at_the_port_is_told_from_a_daemon(
 ) -> None:
     with service(said) as port, pytest.raises(error, match=named):
         reach(f"tcp://127.0.0.1:{port}", timeout=0.3, stop=never)
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "keys", "named"),
+    [
+        (b"CURVE", False, r'wants keys: .*`headrace keygen`.* curve=\{"secret_key": FILE, "server": FILE\}'),
+        (b"NULL", True, "has no keys and encrypts nothing, and is refused"),
+    ],
+)
+def test_keys_that_only_one_side_has_are_named_at_once(mechanism: bytes, keys: bool, named: str, never: int) -> None:
+    with service(greeting(mechanism)) as port, pytest.raises(ConfigError, match=named):
+        reach(f"tcp://127.0.0.1:{port}", timeout=60, stop=never, keys=keys)
+
+
+def test_a_greeting_that_comes_in_pieces_is_waited_for(never: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with server.accept()[0] as sock:
+                assert sock.recv(64) == b"\xff" + bytes(8) + b"\x7f\x03"
+                for byte in greeting(b"CURVE"):
+                    sock.sendall(bytes([byte]))
+                assert not sock.recv(64)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert reach(address, timeout=10, stop=never, keys=True) == address
+        thread.join(10)
 
 
 def test_a_connection_that_ends_at_once_is_no_daemon(never: int) -> None:

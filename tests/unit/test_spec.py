@@ -246,8 +246,12 @@ def test_a_stream_is_found_by_name_or_because_it_is_the_only_one() -> None:
 # -- what is refused ----------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("memroy", "2GiB", "memroy: there is no such key, did you mean memory?; allowed here: cache_dir, listen, memory"),
-    ("curve", {}, "curve: there is no such key"),
+    ("memroy", "2GiB", "memroy: there is no such key, did you mean memory?; allowed here: cache_dir, curve, listen"),
+    ("curve", 7, "curve: 7: must be a mapping of keys"),
+    ("curve", {"secret_key": "k"}, "curve: clients: is missing, and without it nobody could connect; `headrace keygen"),
+    ("curve", {"clients": ["k"]}, "curve: secret_key: is missing, and without it none counts"),
+    ("curve", {"secret_key": 7, "clients": ["k"]}, "curve.secret_key: 7: must be the path of a file"),
+    ("curve", {"secret_key": "k", "clients": [7]}, "must be a list of files with public keys, NAME.key, or of folders"),
     ("metrics", 9400, 'metrics: 9400: must be HOST:PORT, such as "127.0.0.1:9400"'),
     ("metrics", "127.0.0.1", 'metrics: "127.0.0.1" is not an address: it must be HOST:PORT'),
     ("metrics", "http://127.0.0.1:9400", 'metrics: "http://127.0.0.1:9400": must be HOST:PORT, such as'),
@@ -548,10 +552,11 @@ def test_other_data_changes_all_fingerprints() -> None:
     assert was.data != now.data and was.order != now.order and was.pixels != now.pixels
 
 
-def test_the_key_of_a_configuration_has_its_defaults_filled_in_and_leaves_listen_out() -> None:
+def test_the_key_of_a_configuration_has_its_defaults_filled_in_and_leaves_out_how_to_listen() -> None:
     key = config().key()
     assert re.fullmatch("[0-9a-f]{64}", key)
     assert key == config(listen="ipc:///somewhere").key()
+    assert key == config(curve={"secret_key": "/k/a.key_secret", "clients": ["/k"]}).key()
     assert key == config(workers={"processes": "auto"}, socket={"group": None}).key()
     assert key == config(cache_dir=config().cache_folder).key()
     assert key != config(memory="1GiB").key()
