@@ -251,6 +251,14 @@ class Loader:
         epoch, position = self._position()
         return f"Loader({self._address!r}, stream={self.stream!r}, epoch={epoch}, position={position})"
 
+    @property
+    def batch_sampler(self) -> _Sampler:
+        """What Lightning looks for in a loader: `batch_sampler.sampler.set_epoch`, which it calls before each epoch.
+
+        So the epoch is the right one also where it does not restore our state: from a checkpoint at an epoch's end.
+        """
+        return _Sampler(self)
+
     # -- where it stands ------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
@@ -490,6 +498,24 @@ class Loader:
             self._engine.epoch_over()
             headroom = epoch.work.headroom(epoch.spent)
             log.info("%s", summary(batch.epoch, epoch.counts.delivered, epoch.waited, epoch.spent, headroom))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampler:
+    """Stands in for a batch sampler and its sampler; samples are the daemon's business."""
+
+    loader: Loader
+
+    @property
+    def batch_size(self) -> int:
+        return self.loader.batch_size
+
+    @property
+    def sampler(self) -> _Sampler:
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.loader.set_epoch(epoch)
 
 
 class _Batches(Iterator[Batch]):
