@@ -98,6 +98,11 @@ class Proxy:
         os.close(self._bell)
 
     @property
+    def closed(self) -> bool:
+        """Whether it was left."""
+        return self._stopped
+
+    @property
     def alive(self) -> list[Stretch]:
         """Connections that have not ended, in the order in which they came."""
         with self._lock:

@@ -1,0 +1,758 @@
+"""Several trainers and servers while everything around them is killed, stopped, slowed and cut off, at random.
+
+    python tests/faults/storm.py --seconds 60 --seed 1
+
+At its end it tells, as a table, what was done and what the trainers got: every position of every epoch once and in
+order, each picture compared with one that was rendered here without any server; and whether servers and trainers have
+more memory, descriptors and threads than before the storm. Its status is 1 if anything is not as it must be.
+
+A trainer that is killed goes on from the state that it wrote down after its last batch. What is random comes from the
+seed; when it meets whom at what, does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import heapq
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import leaks
+import photos
+import psutil
+from accounts import Accounts
+from proxy import Proxy, Stretch
+from service import Daemon, Trainer, Truth, stream, until, with_timings
+
+from headrace.errors import HeadraceError
+from headrace.ping import ping
+from headrace.protocol import Pong
+from headrace.server.second_host import Host, two_hosts
+from headrace.server.usage import own_bytes
+
+#: Of a data set, with the bad ones.
+SAMPLES, BAD = 300, 3
+CHUNK, WORKERS, SLOTS = 4, 2, 4
+#: Rows of a batch, trainer by trainer: most are no multiple of a chunk. Rows a second of each, at most.
+BATCHES, PACE = (16, 9, 25), 120
+#: Seconds after which servers give up a peer over tcp, and milliseconds after which trainers do: sooner than usual.
+TIMINGS = {"heartbeat": 0.5, "silence": 4.0, "stuck": 4.0, "probe": 1.0, "attach": 4.0}
+SILENCE = 3000
+#: Seconds that a trainer may be without a new batch while nothing holds it up.
+STUCK = 45.0
+#: Faults a second.
+RATE = 2.5
+#: What may have come in use of what is flat: bytes, as a share and beside it; descriptors and threads.
+GROWTH, SPARE, FEW = 0.25, 12 << 20, 2
+#: No port that the kernel gives away: a server that is started again must find its own free.
+PORTS = range(20_000, 32_000)
+
+
+@dataclass(eq=False)
+class Server:
+    """A daemon and what is being done to it. `held`: it is stopped; `spared`: it is killed no more."""
+
+    number: int
+    daemon: Daemon
+    prefix: tuple[str, ...] = ()
+    held: bool = False
+    spared: bool = False
+    lives: int = 1
+    seen: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def up(self) -> bool:
+        return self.daemon.process is not None
+
+    def workers(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(self.daemon.pid).children()
+            return [child for child in children if "headrace.workers.worker" in " ".join(_command(child))]
+        return []
+
+    def ask(self, timeout: float) -> Pong | None:
+        with contextlib.suppress(HeadraceError):
+            return ping(self.daemon.address, timeout=timeout)
+        return None
+
+
+@dataclass(eq=False)
+class Client:
+    """A trainer, the proxies between it and the servers, and what is done to it. `away`: it ends, or has ended."""
+
+    number: int
+    trainer: Trainer
+    proxies: list[Proxy]
+    prefix: tuple[str, ...] = ()
+    held: bool = False
+    away: bool = False
+    spared: bool = False
+    lives: int = 1
+    size: int = 0
+    moved: float = 0.0
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of a process: bytes of its own memory, descriptors, threads."""
+
+    memory: int
+    descriptors: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Usage:
+        threads = len(os.listdir(f"/proc/{pid}/task"))
+        return cls(own_bytes(pid), len(os.listdir(f"/proc/{pid}/fd")), threads)
+
+    def flat(self, before: Usage) -> bool:
+        return (
+            self.memory <= before.memory * (1 + GROWTH) + SPARE
+            and self.descriptors <= before.descriptors + FEW
+            and self.threads <= before.threads + FEW
+        )
+
+    def __str__(self) -> str:
+        return f"{self.memory / 1e6:.1f} MB, {self.descriptors} descriptors, {self.threads} threads"
+
+
+class Storm:
+    """
+    Args:
+        folder: for all files.
+        cable: the trainers over tcp are on another host, at the end of a virtual cable; else proxies are between.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seconds: float,
+        seed: int,
+        trainers: int,
+        servers: int,
+        hosts: tuple[Host, Host] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.seconds = seconds
+        self.random = random.Random(seed)
+        self.hosts = hosts
+        self.faults: Counter[str] = Counter()
+        self.log = (folder / "storm.log").open("w")
+        self.began = time.monotonic()
+        self.problems: list[str] = []
+        self.before: dict[str, Usage] = {}
+        self.after: dict[str, Usage] = {}
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        pictures = _pictures(folder)
+        streams = {"train": stream(pictures)}
+        self.truth = Truth(folder / "s0.yaml", folder / "cache")
+        ports = self.random.sample(PORTS, 4 * servers)
+        ip = hosts[0].ip if hosts else "127.0.0.1"
+        self.servers = []
+        for i in range(servers):
+            port = next(p for p in ports[4 * i :] if _free(p))
+            address = f"tcp://{ip}:{port}"
+            daemon = Daemon(folder, streams, workers=WORKERS, slots=SLOTS, name=f"s{i}", tcp=address)
+            self.servers.append(Server(i, daemon, tuple(hosts[0].command()) if hosts else ()))
+        self.clients: list[Client] = []
+        for i in range(trainers):
+            self.clients.append(self._client(i))
+
+    def _client(self, number: int) -> Client:
+        """Every third one by shared memory alone, every third over tcp alone, every third by way of both."""
+        proxies: list[Proxy] = []
+        addresses = []
+        far = number % 3
+        for server in self.servers:
+            there = server.daemon.tcp_address
+            if far == 0 or (far == 2 and server.number % 2 == 0 and not self.hosts):
+                addresses.append(server.daemon.address)
+            elif self.hosts:
+                addresses.append(there)
+            else:
+                proxies.append(Proxy(there))
+                addresses.append(proxies[-1].address)
+        batch = BATCHES[number % len(BATCHES)]
+        trainer = Trainer(
+            ",".join(addresses), self.folder / f"t{number}.jsonl", batch_size=batch, epochs=10**6, pause=batch / PACE,
+            transport="tcp" if far else "auto", on_bad_sample="mask", silence=SILENCE,
+        )  # fmt: skip
+        return Client(number, trainer, proxies, tuple(self.hosts[1].command()) if self.hosts and far else ())
+
+    # -- the course ---------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            for server in self.servers:
+                server.daemon.start(prefix=server.prefix)
+            for client in self.clients:
+                client.trainer.start(prefix=client.prefix)
+            self.quiet("before the storm")
+            self.before = self._usages()
+            self._blow()
+            self.quiet("after the storm")
+            self.after = self._usages()
+            self._end()
+        finally:
+            self._abandon()
+
+    def quiet(self, when: str) -> None:
+        """Until all are there, everybody goes on, and nobody is busy with what was before."""
+        for server in self.servers:
+            until(lambda server=server: server.ask(2.0) is not None, f"server {server.number} {when}")
+        for _ in range(2):
+            sizes = [client.trainer.record.stat().st_size if client.trainer.record.exists() else 0 for client in
+                     self.clients]  # fmt: skip
+            until(
+                lambda sizes=sizes: all(
+                    client.trainer.record.exists() and client.trainer.record.stat().st_size > size
+                    for client, size in zip(self.clients, sizes, strict=True)
+                ),
+                f"all trainers to go on {when}: {self._still()}",
+            )
+            time.sleep(1.5)
+        for server in self.servers:
+            until(
+                lambda server=server: (
+                    (pong := server.ask(5.0)) is not None
+                    and pong.sessions <= len(self.clients)
+                    and len(server.workers()) == WORKERS
+                ),
+                f"server {server.number} to have no sessions but the trainers' and all of its workers {when}",
+            )
+
+    def _blow(self) -> None:
+        kinds = self._kinds()
+        names, weights = list(kinds), [weight for weight, _ in kinds.values()]
+        start = time.monotonic()
+        for client in self.clients:
+            client.moved = start
+        at = start + 0.2
+        while at < start + self.seconds:
+            self._until(at)
+            if at > start + self.seconds / 2 and not self.servers[-1].spared:
+                # The last of each is killed no more: whatever leaks adds up there.
+                self.servers[-1].spared = self.clients[-1].spared = True
+            kind = self.random.choices(names, weights)[0]
+            if (what := kinds[kind][1]()) is not None:
+                self.faults[kind] += 1
+                self._say(f"{kind}: {what}")
+            at += self.random.expovariate(RATE)
+        while self._due:  # what is over later than the storm
+            self._until(self._due[0][0])
+
+    def _until(self, when: float) -> None:
+        """What is due meanwhile; and a look at whether all are alive and go on."""
+        while True:
+            now = time.monotonic()
+            while self._due and self._due[0][0] <= now:
+                heapq.heappop(self._due)[2]()
+            self._look(now)
+            if now >= when:
+                return
+            until_next = min(when, self._due[0][0] if self._due else when) - time.monotonic()
+            time.sleep(max(0.0, min(until_next, 0.1)))
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), action))
+
+    def _look(self, now: float) -> None:
+        for server in self.servers:
+            if server.up and server.daemon.process is not None and (code := server.daemon.process.poll()) is not None:
+                raise AssertionError(f"server {server.number} has ended by itself with status {code}: "
+                                     f"{_tail(server.daemon.log)}")  # fmt: skip
+        for client in self.clients:
+            if client.away or client.held:
+                client.moved = now
+                continue
+            assert client.trainer.process is not None
+            if client.trainer.process.poll() is not None:
+                raise AssertionError(f"trainer {client.number} has ended by itself: {_tail(client.trainer.log)}")
+            size = client.trainer.record.stat().st_size
+            if size != client.size:
+                client.size, client.moved = size, now
+            elif now - client.moved > STUCK:
+                raise AssertionError(
+                    f"trainer {client.number} got nothing for {STUCK:g} s: {_tail(client.trainer.log)}"
+                )
+
+    def _still(self) -> str:
+        return ", ".join(f"{c.number}: {_tail(c.trainer.log, 300)}" for c in self.clients)
+
+    def _end(self) -> None:
+        """Everybody ends as one asks them to."""
+        for client in self.clients:
+            process = client.trainer.process
+            assert process is not None
+            process.terminate()
+        for client in self.clients:
+            client.trainer.wait(30)
+        for server in self.servers:
+            self._count(server)
+            if (status := server.daemon.stop()) != 0:
+                self.problems.append(f"server {server.number} ends with status {status}")
+        for proxy in self._proxies():
+            proxy.__exit__()
+        for name in ("s*.log", "t*.log"):
+            for log in sorted(self.folder.glob(name)):
+                text = log.read_text(errors="replace")
+                for sign in ("Traceback", "convicted", "Assertion", "not rendered"):
+                    if sign in text:
+                        at = text.index(sign)
+                        self.problems.append(f"{log.name} says {sign!r}: {text[max(0, at - 500) : at + 1500]}")
+
+    def _abandon(self) -> None:
+        for client in self.clients:
+            if client.trainer.running:
+                client.trainer.kill()
+        for server in self.servers:
+            if server.up:
+                server.daemon.kill()
+        for proxy in self._proxies():
+            if not proxy.closed:
+                proxy.__exit__()
+        self.log.close()
+
+    def _proxies(self) -> Iterator[Proxy]:
+        for client in self.clients:
+            yield from client.proxies
+
+    def judge(self) -> list[Accounts]:
+        """What each trainer got."""
+        made = []
+        cached: dict[int, list[tuple[int, object, str]]] = {}
+
+        def truth(epoch: int) -> list[tuple[int, object, str]]:
+            if epoch not in cached:
+                cached[epoch] = self.truth.positions(epoch)
+            return cached[epoch]
+
+        for client in self.clients:
+            accounts = Accounts(SAMPLES, truth)
+            with client.trainer.record.open() as record:
+                for line in record:
+                    accounts.batch(json.loads(line))
+            made.append(accounts)
+        return made
+
+    def _usages(self) -> dict[str, Usage]:
+        found = {f"server {server.number}": Usage.of(server.daemon.pid) for server in self.servers}
+        return found | {f"trainer {client.number}": Usage.of(client.trainer.pid) for client in self.clients}
+
+    def _count(self, server: Server) -> None:
+        """What it has done in this life."""
+        if (pong := server.ask(2.0)) is not None and (status := pong.streams["train"]) is not None:
+            server.seen.update(computed=status.computed, recomputed=status.recomputed, delivered=status.delivered,
+                               hits=status.hits, failed=status.failed, deaths=pong.deaths)  # fmt: skip
+
+    def _say(self, text: str) -> None:
+        self.log.write(f"{time.monotonic() - self.began:8.3f} {text}\n")
+        self.log.flush()
+
+    # -- what is done -------------------------------------------------------------------------------------------
+
+    def _kinds(self) -> dict[str, tuple[int, Callable[[], str | None]]]:
+        """By name: how often, and what does it. That says to whom, or None if there is nobody to do it to."""
+        kinds: dict[str, tuple[int, Callable[[], str | None]]] = {
+            "worker killed": (10, self._kill_worker),
+            "worker stopped": (6, self._stop_worker),
+            "workers slowed": (6, self._slow_workers),
+            "server killed": (4, self._kill_server),
+            "server ended and started": (3, self._restart_server),
+            "server stopped": (6, self._stop_server),
+            "trainer killed": (5, self._kill_trainer),
+            "trainer ended and started": (3, self._restart_trainer),
+            "trainer stopped": (6, self._stop_trainer),
+        }
+        if self.hosts:
+            kinds |= {"link down": (12, self._link_down), "link slow": (8, self._link_slow)}
+        elif any(self._proxies()):
+            kinds |= {
+                "connection cut": (7, self._cut),
+                "connection reset": (7, lambda: self._cut(reset=True)),
+                "connection half open": (5, self._halve),
+                "cable pulled": (6, self._pull),
+                "network late": (5, self._delay),
+                "network slow": (5, self._pace),
+                "network refuses": (3, self._refuse),
+                "network hangs": (3, self._mute),
+            }
+        return kinds
+
+    def _kill_worker(self) -> str | None:
+        return self._worker(lambda worker: worker.send_signal(signal.SIGKILL))
+
+    def _stop_worker(self) -> str | None:
+        def stop(worker: psutil.Process) -> None:
+            worker.send_signal(signal.SIGSTOP)
+            self._later(self.random.uniform(0.05, 2.0), lambda: _signal(worker, signal.SIGCONT))
+
+        return self._worker(stop)
+
+    def _worker(self, act: Callable[[psutil.Process], None]) -> str | None:
+        server = self.random.choice(self.servers)
+        workers = server.workers() if server.up else []
+        if not workers:
+            return None
+        worker = self.random.choice(workers)
+        try:
+            act(worker)
+        except psutil.NoSuchProcess:
+            return None
+        return f"{worker.pid} of server {server.number}"
+
+    def _slow_workers(self) -> str | None:
+        """Nine tenths of their time they stand still."""
+        server = self.random.choice(self.servers)
+        if not server.up:
+            return None
+        end = time.monotonic() + self.random.uniform(1.0, 3.0)
+
+        def stop() -> None:
+            workers = server.workers() if server.up else []
+            for worker in workers:
+                _signal(worker, signal.SIGSTOP)
+            self._later(0.09, lambda: resume(workers))
+
+        def resume(workers: list[psutil.Process]) -> None:
+            for worker in workers:
+                _signal(worker, signal.SIGCONT)
+            if time.monotonic() < end:
+                self._later(0.01, stop)
+
+        stop()
+        return f"server {server.number}"
+
+    def _server(self, *, end: bool = False) -> Server | None:
+        """One that is up, and not to be spared an end."""
+        fit = [server for server in self.servers if server.up and not (end and server.spared)]
+        return self.random.choice(fit) if fit else None
+
+    def _kill_server(self) -> str | None:
+        if (server := self._server(end=True)) is None:
+            return None
+        if not server.held:
+            self._count(server)
+        server.daemon.kill()
+        return self._start_again(server)
+
+    def _restart_server(self) -> str | None:
+        server = self._server(end=True)
+        if server is None or server.held:
+            return None
+        self._count(server)
+        process = server.daemon.process
+        assert process is not None
+        process.terminate()
+        deadline = time.monotonic() + 20
+        while (status := process.poll()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if status not in (0, -signal.SIGTERM):  # the latter before its handler stands
+            raise AssertionError(f"server {server.number}, asked to end: status {status}, {_tail(server.daemon.log)}")
+        server.daemon.kill()
+        return self._start_again(server)
+
+    def _start_again(self, server: Server) -> str:
+        pause = self.random.choice([0.0, self.random.uniform(0.0, 2.0)])
+
+        def start() -> None:
+            server.daemon.launch(prefix=server.prefix)
+            server.held = False
+            server.lives += 1
+
+        self._later(pause, start)
+        return f"server {server.number}, for {pause:.1f} s"
+
+    def _stop_server(self) -> str | None:
+        if (server := self._server()) is None or server.held:
+            return None
+        pid, seconds = psutil.Process(server.daemon.pid), self.random.choice([0.2, 1.0, 6.0]) * self.random.random()
+        pid.send_signal(signal.SIGSTOP)
+        server.held = True
+
+        def go_on() -> None:
+            _signal(pid, signal.SIGCONT)
+            server.held = False
+
+        self._later(seconds, go_on)
+        return f"server {server.number}, for {seconds:.1f} s"
+
+    def _client_there(self, *, end: bool = False) -> Client | None:
+        fit = [client for client in self.clients if not client.away and not (end and client.spared)]
+        return self.random.choice(fit) if fit else None
+
+    def _kill_trainer(self) -> str | None:
+        if (client := self._client_there(end=True)) is None:
+            return None
+        client.away = True
+        client.trainer.kill()
+        return self._trainer_again(client)
+
+    def _restart_trainer(self) -> str | None:
+        client = self._client_there(end=True)
+        if client is None or client.held:
+            return None
+        process = client.trainer.process
+        assert process is not None
+        process.terminate()
+        client.away = True  # it may have to wait for its last batch while other things are done
+
+        def look() -> None:
+            if process.poll() is None:
+                self._later(0.1, look)
+                return
+            if process.returncode not in (0, -signal.SIGTERM):  # the latter before its handler stands
+                raise AssertionError(f"trainer {client.number}, asked to end: status {process.returncode}, "
+                                     f"{_tail(client.trainer.log)}")  # fmt: skip
+            self._trainer_again(client)
+
+        look()
+        return f"trainer {client.number}"
+
+    def _trainer_again(self, client: Client) -> str:
+        pause = self.random.uniform(0.0, 1.0)
+
+        def start() -> None:
+            client.trainer.start(prefix=client.prefix)
+            client.lives += 1
+            client.away = client.held = False
+
+        self._later(pause, start)
+        return f"trainer {client.number}, for {pause:.1f} s"
+
+    def _stop_trainer(self) -> str | None:
+        if (client := self._client_there()) is None or client.held:
+            return None
+        process, seconds = (
+            psutil.Process(client.trainer.pid),
+            self.random.choice([0.2, 1.0, 8.0]) * self.random.random(),
+        )
+        process.send_signal(signal.SIGSTOP)
+        client.held = True
+
+        def go_on() -> None:
+            _signal(process, signal.SIGCONT)
+            client.held = False
+
+        self._later(seconds, go_on)
+        return f"trainer {client.number}, for {seconds:.1f} s"
+
+    # -- what is done to the network ----------------------------------------------------------------------------
+
+    def _proxy(self) -> Proxy:
+        return self.random.choice([*self._proxies()])
+
+    def _stretch(self, act: Callable[[Proxy, Stretch], None]) -> str | None:
+        proxy = self._proxy()
+        if not (alive := proxy.alive):
+            return None
+        which = self.random.randrange(len(alive))
+        act(proxy, alive[which])
+        return f"connection {which} of {len(alive)} over {proxy.address}"
+
+    def _cut(self, *, reset: bool = False) -> str | None:
+        return self._stretch(lambda proxy, stretch: proxy.cut(stretch, reset=reset))
+
+    def _halve(self) -> str | None:
+        client = self.random.random() < 0.5
+        return self._stretch(lambda proxy, stretch: proxy.halve(stretch, client=client))
+
+    def _pull(self) -> str | None:
+        """Of all connections over a proxy; it is put in again before anybody can have noticed, or after."""
+        proxy = self._proxy()
+        if not (alive := proxy.alive):
+            return None
+        seconds = self.random.choice([0.5, 2.0, 10.0]) * self.random.random()
+        for stretch in alive:
+            stretch.hold()
+
+        def put_in() -> None:
+            for stretch in alive:
+                stretch.held = False
+
+        self._later(seconds, put_in)
+        return f"{len(alive)} connections over {proxy.address}, for {seconds:.1f} s"
+
+    def _delay(self) -> str:
+        proxy, seconds = self._proxy(), self.random.uniform(0.02, 0.3)
+        proxy.delay = seconds
+        return self._while(proxy, f"{1000 * seconds:.0f} ms", lambda: setattr(proxy, "delay", 0.0))
+
+    def _pace(self) -> str:
+        proxy, pace = self._proxy(), self.random.uniform(2e4, 4e5)
+        proxy.pace = pace
+        return self._while(proxy, f"{pace / 1000:.0f} kB/s", lambda: setattr(proxy, "pace", None))
+
+    def _refuse(self) -> str:
+        proxy = self._proxy()
+        proxy.refusing = True
+        for stretch in proxy.alive:
+            proxy.cut(stretch, reset=True)
+        return self._while(proxy, "and all connections reset", lambda: setattr(proxy, "refusing", False))
+
+    def _mute(self) -> str:
+        proxy = self._proxy()
+        proxy.mute = True
+        for stretch in proxy.alive:
+            proxy.cut(stretch)
+        return self._while(proxy, "and all connections cut", lambda: setattr(proxy, "mute", False))
+
+    def _while(self, proxy: Proxy, what: str, over: Callable[[], None]) -> str:
+        seconds = self.random.uniform(0.3, 3.0)
+        self._later(seconds, over)
+        return f"{proxy.address}, {what}, for {seconds:.1f} s"
+
+    def _link_down(self) -> str:
+        seconds = self.random.choice([0.5, 2.0, 8.0]) * self.random.random()
+        self._cable("ip", "link", "set", "cable0", "down")
+        self._later(seconds, lambda: self._cable("ip", "link", "set", "cable0", "up"))
+        return f"for {seconds:.1f} s"
+
+    def _link_slow(self) -> str:
+        seconds, rate = self.random.uniform(0.5, 3.0), self.random.choice([500, 2000, 8000])
+        limit = ("rate", f"{rate}kbit", "burst", "16kb", "latency", "200ms")
+        self._cable("tc", "qdisc", "replace", "dev", "cable0", "root", "tbf", *limit)
+        self._later(seconds, lambda: self._cable("tc", "qdisc", "replace", "dev", "cable0", "root", "pfifo"))
+        return f"{rate} kbit/s, for {seconds:.1f} s"
+
+    def _cable(self, *command: str) -> None:
+        assert self.hosts is not None
+        subprocess.run(self.hosts[0].command(*command), check=True, timeout=20)
+
+
+# -- around it ------------------------------------------------------------------------------------------------
+
+
+def _pictures(folder: Path) -> Path:
+    """Of `SAMPLES`, `BAD` are cut in the middle of their header."""
+    made = photos.links(photos.make(folder / "photos"), folder / "pictures", SAMPLES)
+    for file in sorted(made.glob("*/*"))[:: SAMPLES // BAD][:BAD]:
+        data = file.read_bytes()
+        file.unlink()  # it is a link
+        file.write_bytes(data[:100])
+    return made
+
+
+def _free(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("", port))
+        return True
+    return False
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _tail(file: Path, size: int = 3000) -> str:
+    return file.read_text(errors="replace")[-size:]
+
+
+def table(storm: Storm, accounts: list[Accounts]) -> str:
+    """What happened, in columns."""
+    lines = [f"{storm.seconds:g} s of storm: {sum(storm.faults.values())} faults"]
+    lines += [f"  {count:5}  {kind}" for kind, count in sorted(storm.faults.items())]
+    lines.append("trainer  lives  epochs  batches  pictures right  bad ones named  lost  repeated  wrong")
+    for client, found in zip(storm.clients, accounts, strict=True):
+        lines.append(
+            f"{client.number:7}  {client.lives:5}  {found.epochs:6}  {found.batches:7}  {found.pictures:14}  "
+            f"{found.rejected:14}  {found.lost:4}  {found.repeated:8}  {found.wrong:5}"
+        )
+    lines.append(
+        "server  lives  chunks computed  recomputed  delivered   hits  worker deaths  (of lives that could be asked)"
+    )
+    for server in storm.servers:
+        seen = server.seen
+        lines.append(
+            f"{server.number:6}  {server.lives:5}  {seen['computed']:15}  {seen['recomputed']:10}  "
+            f"{seen['delivered']:9}  {seen['hits']:5}  {seen['deaths']:13}"
+        )
+    for name, before in storm.before.items():
+        lines.append(f"{name}: {before} before, {storm.after[name]} after")
+    return "\n".join(lines)
+
+
+def faults(storm: Storm, accounts: list[Accounts]) -> list[str]:
+    """What is not as it must be."""
+    found = list(storm.problems)
+    for client, each in zip(storm.clients, accounts, strict=True):
+        if not each.sound or not each.pictures:
+            found.append(f"trainer {client.number}: {each.first or 'it got nothing'}")
+    for name, before in storm.before.items():
+        if not storm.after[name].flat(before):
+            found.append(f"{name} has grown: {before} before, {storm.after[name]} after")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trainers", type=int, default=3)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--cable", action="store_true", help="between network namespaces, in place of proxies")
+    parser.add_argument("--keep", action="store_true", help="leave the folder with all logs, and say where it is")
+    args = parser.parse_args()
+    os.environ.setdefault(leaks.TOKEN, uuid.uuid4().hex)
+    before = leaks.take()
+    folder = Path(tempfile.mkdtemp(prefix="hr-storm-", dir="/tmp"))  # short: paths of Unix sockets are
+    for variable in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR"):
+        os.environ[variable] = str(folder)
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    os.environ["PYTHONPATH"] = str(with_timings(folder / "code", TIMINGS))
+    try:
+        with contextlib.ExitStack() as stack:
+            hosts = stack.enter_context(two_hosts()) if args.cable else None
+            storm = Storm(folder, seconds=args.seconds, seed=args.seed, trainers=args.trainers, servers=args.servers,
+                          hosts=hosts)  # fmt: skip
+            try:
+                storm.run()
+            except BaseException:
+                print(_tail(folder / "storm.log", 6000), file=sys.stderr)  # noqa: T201
+                raise
+        accounts = storm.judge()
+        found = faults(storm, accounts)
+        found += [f"left behind: {line}" for line in leaks.settled(before)]
+        found += [f"left behind: socket {path}" for path in folder.rglob("*") if path.is_socket()]
+        print(table(storm, accounts))  # noqa: T201
+        for problem in found:
+            print(f"NOT AS IT MUST BE: {problem}")  # noqa: T201
+        return 1 if found else 0
+    finally:
+        leaks.kill(before)
+        if args.keep:
+            print(f"kept: {folder}", file=sys.stderr)  # noqa: T201
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
