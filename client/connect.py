@@ -25,6 +25,9 @@ _SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03"
 _LENGTH = 64
 _MECHANISM = slice(12, 32)
 
+#: Seconds between attempts at a Unix socket whose queue of connections is full.
+_FULL = 0.02
+
 _HINTS = {
     errno.ENOENT: "no daemon was started there: start it first, `headrace serve CONFIG`",
     errno.ECONNREFUSED: "the daemon that was there is gone: start it again, `headrace serve CONFIG`",
@@ -86,8 +89,12 @@ def tcp_place(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def connect(address: str, *, timeout: float) -> Channel:
+def connect(address: str, *, timeout: float, stop: int | None = None) -> Channel:
     """A connection to the daemon's Unix socket.
+
+    Args:
+        timeout: seconds.
+        stop: a descriptor; when it becomes readable, `Interrupted` is raised.
 
     Raises:
         ConfigError: not an `ipc://` address.
@@ -105,10 +112,18 @@ def connect(address: str, *, timeout: float) -> Channel:
             sock.close()
             # The queue of connections is full: a Unix socket says so instead of letting us wait for our turn.
             if error.errno == errno.EAGAIN and time.monotonic() < deadline:
-                time.sleep(0.02)
+                _pause(_FULL, stop)
                 continue
             hint = _HINTS.get(error.errno or 0, "")
             raise ConnectionLost(f"no daemon at {address}: {error.strerror}" + (hint and f" ({hint})")) from None
+
+
+def _pause(seconds: float, stop: int | None) -> None:
+    poll = select.poll()
+    if stop is not None:
+        poll.register(stop, select.POLLIN)
+    if poll.poll(1000 * seconds):
+        raise Interrupted
 
 
 def reach(address: str, *, timeout: float, stop: int, keys: bool = False) -> str:

@@ -161,7 +161,9 @@ class Fleet:
         for member in self.up:
             if member.owed and not member.late:
                 times.append(member.stirred + self.patience(member))
-                times += [since + self._longest for request, since in member.owed.items() if self._alone(request)][:1]
+                stuck = next((since for request, since in member.owed.items() if self._alone(request)), None)
+                if stuck is not None:
+                    times.append(stuck + self._longest)
         return max(0.0, min(times) - now) if times else None
 
     def status(self) -> list[dict[str, Any]]:

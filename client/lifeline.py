@@ -40,7 +40,7 @@ class Lifeline:
         Raises:
             as `open_session`.
         """
-        channel = connect(address, timeout=timeout)
+        channel = connect(address, timeout=timeout, stop=stop)
         try:
             client = f"pid {os.getpid()}"
             channel.post(encode(Hello(stream=stream, transport=transport, client=client, device=device)))

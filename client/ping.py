@@ -52,7 +52,7 @@ def ask(address: str, *, timeout: float, stop: int, detail: bool = False, keys: 
 
 def _ask_here(address: str, question: Ping, *, timeout: float, stop: int) -> Message:
     deadline = time.monotonic() + timeout
-    channel = connect(address, timeout=timeout)
+    channel = connect(address, timeout=timeout, stop=stop)
     try:
         channel.post(encode(question))
         while not (frames := channel.receive()):

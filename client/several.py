@@ -39,6 +39,9 @@ _GRACE = 2.0
 #: Seconds that threads which are joining servers have to notice that they are to end.
 _ENDING = 5.0
 
+#: Chunks that a server cannot bring which are logged, for each session with it.
+_LOGGED = 10
+
 #: Opens a session at an address; a descriptor that becomes readable interrupts it.
 Connect = Callable[[str, int], Part]
 
@@ -99,7 +102,14 @@ class Servers:
 
 
 class _Joined:
-    """A session with one server; `asked`: the engine's requests by this server's numbers, unless taken back."""
+    """A session with one server.
+
+    Attributes:
+        asked: the engine's requests by this server's numbers, unless they were taken back.
+        numbers: the next ones.
+        lent: deliveries that the engine has and not released yet.
+        failed: chunks that it could not bring.
+    """
 
     def __init__(self, member: Member, session: Part) -> None:
         self.member = member
@@ -107,6 +117,7 @@ class _Joined:
         self.asked: dict[int, int] = {}
         self.numbers = itertools.count(1)
         self.lent = 0
+        self.failed = 0
 
 
 class _Renumbered:
@@ -398,8 +409,11 @@ class SeveralSession:
                 del self._wanted[request]
                 answers.append(msgspec.structs.replace(answer, request=request))
             else:
-                log.warning("the server at %s cannot bring a chunk, another one is asked: %s", member.address,
-                            answer.text)  # fmt: skip
+                joined.failed += 1
+                if joined.failed <= _LOGGED:
+                    rest = "; more such are not logged" * (joined.failed == _LOGGED)
+                    log.warning("the server at %s cannot bring a chunk, another one is asked: %s%s", member.address,
+                                answer.text, rest)  # fmt: skip
             self._ask(asks)
             return
         member.window = answer.message.window

@@ -126,6 +126,15 @@ def test_a_daemon_whose_queue_is_full_is_waited_for(tmp_path: Path) -> None:
         accepted[0].close()
 
 
+def test_a_wait_for_a_full_queue_is_interrupted(tmp_path: Path, never: int) -> None:
+    with listener(tmp_path / "x", backlog=0):
+        first = connect(f"ipc://{tmp_path}/x", timeout=5)
+        os.eventfd_write(never, 1)
+        with pytest.raises(Interrupted):
+            connect(f"ipc://{tmp_path}/x", timeout=60, stop=never)
+        first.close()
+
+
 # -- tcp ------------------------------------------------------------------------------------------------------
 
 
