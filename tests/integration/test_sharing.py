@@ -6,12 +6,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from service import Daemon, Trainer, Truth, stream
 
 from headrace import Loader
+from headrace.protocol import ClientStatus
+
+
+def taker(daemon: Daemon, batch_size: int, dtype: str = "uint8") -> Loader:
+    """Ahead by nothing but the batch that it is asked for."""
+    return Loader(daemon.address, batch_size=batch_size, prefetch=0, output="numpy", dtype=dtype, rank=0, world_size=1)
 
 
 def test_trainers_of_different_batch_sizes_that_keep_pace_compute_each_chunk_once(
@@ -36,21 +43,59 @@ def test_in_step_a_ring_that_spans_the_trainers_computes_each_chunk_once(
     many: Callable[[int], Path], home: Path
 ) -> None:
     """Four Loaders in one process take turns by position: none is ahead by more than its batches in memory."""
-    sizes = (3, 5, 7, 11)
-    with Daemon(home, {"train": stream(many(480))}, workers=2, slots=6) as daemon:
-        loaders = [
-            Loader(daemon.address, batch_size=size, prefetch=0, output="numpy", dtype="uint8", rank=0, world_size=1)
-            for size in sizes
-        ]
-        batches = [iter(loader) for loader in loaders]
-        rows = [0] * len(loaders)
-        while any(count < 480 for count in rows):
-            behind = rows.index(min(rows))
-            rows[behind] += len(next(batches[behind]).indices)
-        for loader in loaders:
-            loader.close()
+    with Daemon(home, {"train": stream(many(480))}, workers=2, slots=6) as daemon, ExitStack() as stack:
+        in_step(*(stack.enter_context(taker(daemon, size)) for size in (3, 5, 7, 11)), until=480)
         status = daemon.status()
     assert status.recomputed == 0
+
+
+def in_step(*loaders: Loader, until: int, meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Each takes its batches of an epoch up to row `until`, whoever is behind next."""
+    batches = [iter(loader) for loader in loaders]
+    rows = [0] * len(loaders)
+    while (behind := min(rows)) < until:
+        at = rows.index(behind)
+        rows[at] += len(next(batches[at]).indices)
+        meanwhile()
+
+
+def clients(daemon: Daemon) -> list[ClientStatus]:
+    """In the order in which they came."""
+    return sorted(daemon.ping().clients, key=lambda client: -client.age)
+
+
+def test_trainers_share_what_others_have_rendered_before_them_no_less(many: Callable[[int], Path], home: Path) -> None:
+    """The second job of a daemon's life, from the first epoch on: all is rendered again, and once."""
+    with Daemon(home, {"train": stream(many(240))}, workers=2, slots=6) as daemon:
+        for job in range(2):
+            before = daemon.status().computed if job else 0
+            with taker(daemon, 3) as one, taker(daemon, 7) as other:
+                in_step(one, other, until=240)
+                done = clients(daemon)
+                assert sum(client.hits for client in done) >= 60
+            assert daemon.status().computed - before <= 60 + 6  # and the beginning of the epoch that follows
+        assert daemon.status().recomputed >= 60 - 6  # all but what had stayed
+
+
+def test_one_that_is_behind_takes_nothing_from_others_of_other_batch_sizes_and_forms(
+    many: Callable[[int], Path], home: Path
+) -> None:
+    with Daemon(home, {"train": stream(many(480))}, workers=2, slots=8) as daemon:
+        with taker(daemon, 5) as one, taker(daemon, 16, dtype="float32") as other:
+            in_step(one, other, until=240)
+            with taker(daemon, 7, dtype="float16") as late:
+                behind = iter(late)
+                seen: list[int] = []
+                for loader in (one, other):
+                    loader.load_state_dict(one.state_dict() | {"epoch": 0, "position": 240})
+                in_step(one, other, until=240, meanwhile=lambda: seen.extend(next(behind).indices.tolist()))
+                first, second, third = clients(daemon)
+                assert first.recomputed + second.recomputed == 0
+                assert first.hits + second.hits >= 120 - 2 * 8  # what one got first the other got too
+                assert third.recomputed > 0 and third.lag > 0
+                for batch in behind:
+                    seen.extend(batch.indices.tolist())
+    assert seen == [index for index, _, _ in Truth(daemon.config, home / "cache").rows(0)]
 
 
 def test_two_trainers_whose_batches_are_larger_than_the_ring_finish(many: Callable[[int], Path], home: Path) -> None:
