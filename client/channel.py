@@ -199,8 +199,10 @@ class Channel:
             length, count = int.from_bytes(self._in[:4], "little"), self._in[4]
             if length > self._limit:
                 raise ProtocolError(f"a frame of {length} bytes; at most {self._limit} are taken")
+            if count > self._descriptors:
+                raise ProtocolError(f"a frame announces {count} descriptors; at most {self._descriptors} are taken")
             if len(self._in) < _HEAD + length:
-                return
+                break
             if count > len(self._fds):
                 raise ProtocolError(f"a frame announces {count} descriptors, {len(self._fds)} came with it")
             frame = bytes(self._in[_HEAD : _HEAD + length])

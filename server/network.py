@@ -37,12 +37,15 @@ from headrace.workers.loop import Loop
 
 #: Frames that are taken in one turn of the loop: one client's flood must not keep the others waiting.
 _TURN = 256
-#: Messages that wait for one peer: the answers to all that it may have asked for, and some to spare.
-_QUEUE = protocol.MAX_OUTSTANDING + 256
+#: Messages that wait for one peer: the answers to all that it may have asked for, and some to spare. libzmq learns of
+#: what has left only when half of its queue has.
+_QUEUE = 2 * (protocol.MAX_OUTSTANDING + 256)
 #: Seconds between two looks at frames that have not left, and the latter between two at connections.
 _SOONEST, _LATEST = 0.005, 0.25
 #: Bytes of a field that is copied: less than what it costs to keep account of it.
 _COPIED = 1 << 16
+#: Bytes of an identity that libzmq has given.
+_IDENTITY = 5
 #: Seconds that last words get when the daemon ends.
 _LINGER = 0.5
 #: Bytes that a peer may have sent without a message coming of them: more than all that a session may ask for at once;
@@ -71,7 +74,7 @@ class Timings:
         silence: after which a peer that answers none is gone.
         stuck: after which a peer that takes nothing of what was sent is gone.
         probe: between two looks whether the peers of sessions are still there.
-        attach: that a session may be without a data connection at its beginning.
+        attach: that a session may be without a data connection at its beginning, and a connection without a session.
     """
 
     heartbeat: float = 5.0
@@ -121,6 +124,8 @@ class Network:
         heard: called with this network, the identity of a peer and the frame that came from it.
         public: whether it takes in strangers, or only further connections of sessions that began elsewhere.
         crowded: says whether there are too many connections by now; then the one that came last is cut off.
+        known: called with this network and the identity of a peer, says whether its connection belongs to a session;
+            one that belongs to none for too long is cut off.
         gate: lets in those who have keys, and encrypts; None: anybody comes in.
         threads: of ZeroMQ, among which connections are dealt out.
     """
@@ -133,6 +138,7 @@ class Network:
         *,
         public: bool,
         crowded: Callable[[], bool],
+        known: Callable[[Network, bytes], bool],
         gate: Gate | None = None,
         threads: range = range(1),
         timings: Timings = TIMINGS,
@@ -142,19 +148,21 @@ class Network:
         self._loop = loop
         self._heard = heard
         self._crowded = crowded
+        self._known = known
+        self._attach = timings.attach
         self.gate = gate
-        self._muted: set[bytes] = set()
+        self._muted: dict[bytes, float] = {}  # since when
+        self._large: dict[bytes, zmq.MessageTracker] = {}  # what was sent last with `send_one`
         self._busy: set[Lane] = set()
         self._ports: set[int] = set()
         self._connections: dict[int, _Peer] = {}  # by libzmq's descriptor
+        self._spoke: dict[bytes, tuple[int, float]] = {}  # over which descriptor a peer has spoken last, and when
         self._looked = time.monotonic()
         self._router = make_router(context, threads=threads)
         router = self._router
         if gate is not None:
             gate.guard(router)
             router.setsockopt(zmq.MAXMSGSIZE, protocol.CLIENT_LIMIT + OVERHEAD)
-        router.setsockopt(zmq.SNDHWM, _QUEUE)
-        router.setsockopt(zmq.RCVHWM, _QUEUE)
         router.setsockopt(zmq.HEARTBEAT_IVL, _ms(timings.heartbeat))
         router.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ms(timings.silence))
         router.setsockopt(zmq.HEARTBEAT_TTL, _ms(timings.silence))
@@ -210,17 +218,31 @@ class Network:
             if self._crowded():
                 self._cut(fd)
 
-    def _cut_the_endless(self) -> None:
-        """End connections over which bytes come and no messages.
+    def _cut_the_useless(self) -> None:
+        """End connections over which bytes come and no messages, and those that belong to no session for too long.
 
         libzmq keeps the frames of a message until the last one has come. It bounds each, but not how many there are: of
-        frames of a byte it makes twenty times as much memory.
+        frames of a byte it makes twenty times as much memory. And a peer that says nothing, or does not go when it was
+        refused, answers heartbeats for ever.
         """
+        self._changed()
+        now = time.monotonic()
+        known = {fd for identity, (fd, _) in self._spoke.items() if self._known(self, identity)}
+        muted = {self._spoke[identity][0]: at for identity, at in self._muted.items() if identity in self._spoke}
         for fd, peer in self._connections.items():
-            allowed = peer.heard + _UNHEARD + _BEATS * (time.monotonic() - peer.since)
-            if self._borrow(fd, _received) > allowed:
+            # To who is heard no more last words must get out.
+            if fd not in known and now - max(peer.since, muted.get(fd, 0.0)) > self._attach:
+                self._cut(fd)
+            elif self._borrow(fd, _received) > peer.heard + _UNHEARD + _BEATS * (now - peer.since):
                 self.nonsense += 1
                 self._cut(fd)
+        self._large = {identity: tracker for identity, tracker in self._large.items() if not tracker.done}
+        # A message may be here before the news of its connection.
+        self._spoke = {
+            identity: (fd, at)
+            for identity, (fd, at) in self._spoke.items()
+            if fd in self._connections or now - at < self._attach
+        }
 
     def _cut(self, fd: int) -> None:
         self._borrow(fd, _shut_down)
@@ -249,12 +271,14 @@ class Network:
             head, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             taken += len(frames)
             identity = head.bytes
-            # Identities that we gave begin with zero; one that a peer has chosen could be another's later.
-            if len(frames) != 1 or not identity.startswith(b"\0"):
+            # Identities that libzmq gave are a zero and a number; one that a peer has chosen could be another's later.
+            if len(frames) != 1 or len(identity) != _IDENTITY or not identity.startswith(b"\0"):
                 self.nonsense += 1
                 continue
             # The connection may have ended, and the descriptor be another's by now: then that one is given credit.
-            if (peer := self._connections.get(int(frames[0].get(zmq.SRCFD)))) is not None:
+            fd = int(frames[0].get(zmq.SRCFD))
+            self._spoke[identity] = fd, time.monotonic()
+            if (peer := self._connections.get(fd)) is not None:
                 peer.heard += _wire_bytes(len(frames[0]) + (0 if self.gate is None else OVERHEAD))
             if identity not in self._muted:
                 self._heard(self, identity, frames[0])
@@ -263,9 +287,24 @@ class Network:
         """Whether the message is on its way; if not, the peer is gone, or takes nothing."""
         return send(self._router, identity, message)
 
+    def send_one(self, identity: bytes, message: Message) -> bool:
+        """As `send`, but not before the last message that went this way has left: of what is large and may be asked for
+        again and again a peer that does not read keeps one waiting, and no more.
+        """
+        if (last := self._large.get(identity)) is not None and not last.done:
+            return False
+        frame = zmq.Frame(protocol.encode(message), track=True, copy=False)
+        try:
+            self._router.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        self._router.send(frame, zmq.NOBLOCK, copy=False)  # a message is refused at its beginning or not at all
+        self._large[identity] = frame.tracker
+        return True
+
     def mute(self, identity: bytes) -> None:
-        """Hear nothing more of this peer. Its connection cannot be ended from here."""
-        self._muted.add(identity)
+        """Hear nothing more of this peer. Its connection ends soon, by its own doing or by ours."""
+        self._muted.setdefault(identity, time.monotonic())
 
     def gone(self, identity: bytes) -> bool:
         """Whether the peer's connection has ended; asked by sending something."""
@@ -277,7 +316,7 @@ class Network:
 
     def forget_the_gone(self) -> None:
         """Of the peers that are not heard."""
-        self._muted = {identity for identity in self._muted if not self.gone(identity)}
+        self._muted = {identity: since for identity, since in self._muted.items() if not self.gone(identity)}
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
@@ -311,7 +350,7 @@ class Network:
         """Say what has left; and look after connections now and then."""
         if time.monotonic() - self._looked > _LATEST:
             self._looked = time.monotonic()
-            self._cut_the_endless()
+            self._cut_the_useless()
         for lane in list(self._busy):
             while lane.shipments and lane.shipments[0].left:
                 lane.shipments.popleft().done()
@@ -342,6 +381,9 @@ def make_router(context: zmq.Context[zmq.Socket[bytes]], *, threads: range) -> z
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it a message that does not fit vanishes
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.MAXMSGSIZE, protocol.CLIENT_LIMIT)
+    # A session's answers are bounded by its requests, but not what is said to those who have none.
+    router.setsockopt(zmq.SNDHWM, _QUEUE)
+    router.setsockopt(zmq.RCVHWM, _TURN)  # the others wait in the kernel, or where they come from
     return router
 
 

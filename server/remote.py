@@ -162,6 +162,7 @@ class Remote:
             self._heard,
             public=public,
             crowded=lambda: self.connections > self._most,
+            known=lambda network, identity: (network, identity) in self._members,
             gate=self._gate if public else None,
             threads=self._threads,
             timings=self._timings,
@@ -180,7 +181,7 @@ class Remote:
             elif not network.public:
                 raise ProtocolError("this port is for sessions that begin on the daemon's Unix socket")
             elif isinstance(message, Ping):
-                network.send(identity, self._sessions.pong(detail=message.detail))
+                network.send_one(identity, self._sessions.pong(detail=message.detail))
             else:
                 peer = str(frame.get("Peer-Address"))
                 if network.gate is not None:
@@ -239,7 +240,7 @@ class Remote:
         elif isinstance(message, Leave):
             self._sessions.end(connection)
         elif isinstance(message, Report):
-            connection.report = message
+            connection.reported(message)
         elif isinstance(message, Get) and not transport.attached:
             raise ProtocolError("a Get before a data connection was attached")
         else:

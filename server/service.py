@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import resource
@@ -69,7 +70,7 @@ _HELLO_TIMEOUT = 10.0
 _FIRST_SESSION = 30.0
 #: Seconds that clients get to release what they are copying when the daemon stops.
 _DRAIN = 2.0
-#: Messages that are taken in one turn of the loop: one client's flood must not keep the others waiting.
+#: Frames that are taken in one turn of the loop, and connections: one client's flood must not keep the others waiting.
 _TURN = 256
 #: Bytes of a ring that are reserved in one turn, some 20 ms.
 _RESERVE = 64 << 20
@@ -147,7 +148,6 @@ class Service:
         threads = max(1, min(4, cpus.usable_cpus() // 2))
         self._context = zmq.Context(1 + threads)
         self._router = make_router(self._context, threads=range(1))
-        self._router.setsockopt(zmq.SNDHWM, 0)  # a session's answers are bounded by its requests
         self._remote = Remote(
             self._context,
             self._loop,
@@ -277,7 +277,7 @@ class Service:
     # -- connections --------------------------------------------------------------------------------------------
 
     def _accept(self, listener: Listener) -> None:
-        for sock, pid, uid in listener.accept():
+        for sock, pid, uid in itertools.islice(listener.accept(), _TURN):
             taken = sum(connection.descriptors for connection in self._connections) + self._remote.connections
             if taken + UnixConnection.descriptors > self._descriptors:
                 log.warning("%d descriptors are taken, one more client was sent away; see ulimit -n", taken)
@@ -546,11 +546,13 @@ class Service:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def _router_readable(self) -> None:
-        for _ in range(_TURN):
+        taken = 0
+        while taken < _TURN:
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            taken += len(frames)
             if len(frames) == 2:
                 self._request(frames[0], frames[1])
             else:
@@ -572,7 +574,7 @@ class Service:
             assert at is not None and connection.session is not None
             at.desk.release(connection.session, message.request)
         elif isinstance(message, protocol.Report):
-            connection.report = message
+            connection.reported(message)
         else:
             self.requested(connection, message)
 

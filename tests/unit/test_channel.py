@@ -140,7 +140,7 @@ def test_descriptors_wait_in_the_queue_behind_a_reader_that_lags(pair: Pair, tmp
 def test_descriptors_are_refused_where_none_are_taken(pair: Pair) -> None:
     one, other = pair
     other.post(b"unwanted", [0])
-    with pytest.raises(ProtocolError, match="announces 1 descriptors, 0 came"):
+    with pytest.raises(ProtocolError, match="announces 1 descriptors; at most 0"):
         one.recv(timeout=10)
 
 
@@ -301,7 +301,7 @@ def test_descriptors_that_come_bit_by_bit_are_refused_as_soon_as_they_are_too_ma
 ) -> None:
     sock, channel = raw
     before = len(os.listdir("/proc/self/fd"))
-    with open(os.devnull) as file, pytest.raises(ProtocolError, match="3 descriptors came"):
+    with open(os.devnull) as file, pytest.raises(ProtocolError, match="^3 descriptors came"):
         for byte in frame(b"x" * 90, 2):
             socket.send_fds(sock, [bytes([byte])], [file.fileno()])
             assert channel.receive() == []

@@ -53,3 +53,16 @@ def test_a_pong_can_be_said_and_read_however_many_clients_there_are() -> None:
     assert clients[0].client == "client at 127.0.0.1 " + r"\xc2\x9b" * 1024  # a terminal would obey U+009B
     assert len(clients) == MAX_CLIENTS and len(said) < DAEMON_LIMIT // 2
     assert protocol.decode_session_reply(said) == pong(clients=clients)
+
+
+def test_of_what_a_client_says_of_itself_only_stages_that_there_are_are_taken_down() -> None:
+    """Each would be series of its own, in `metrics`, and no two Reports need have the same."""
+    stranger = Stranger()
+    most = StageStatus(1, 1.0, 1, [0] * BUCKETS)
+    report = Report(
+        token=bytes(16), batches=1, images=1, waited=0.0, spent=1.0,
+        stages=dict.fromkeys(("wait", "copy", "finish", "device", "read", "x", ""), most),
+    )  # fmt: skip
+    stranger.reported(report)
+    assert stranger.report is not None
+    assert stranger.report.batches == 1 and [*stranger.report.stages] == ["wait", "copy", "finish", "device"]

@@ -16,13 +16,14 @@ from remote import BareClient
 
 from headrace import protocol
 from headrace.errors import ConfigError
-from headrace.protocol import Alive, Ping, Rows
+from headrace.protocol import Alive, Goodbye, Ping, Rows
 from headrace.server.network import TIMINGS, Lane, Network
 from headrace.workers.loop import Loop
 
 TIMEOUT = 20.0
 ROWS = Rows(request=1, first=0, count=1, split=1, render_id="fake", window=1, rejects=[])
 PING = protocol.encode(Ping())
+ALIVE = Alive()
 BIG = 32 << 20  # more than the kernel takes on its way
 
 
@@ -43,12 +44,14 @@ class Hub:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.loop = Loop()
         self.heard: list[tuple[bytes, bytes]] = []
+        self.known: set[bytes] = set()
         self.network = Network(
             self.context,
             self.loop,
             lambda network, identity, frame: self.heard.append((identity, frame.bytes)),
             public=True,
             crowded=lambda: self.network.connections > most,
+            known=lambda network, identity: identity in self.known,
             timings=replace(TIMINGS, **timings),
         )
         self.endpoint = self.network.bind("tcp://127.0.0.1:*")
@@ -283,11 +286,12 @@ def test_a_peer_with_an_identity_of_its_own_choice_or_more_than_one_frame_is_not
     hubs: Callable[..., Hub], peers: Callable[..., zmq.Socket[bytes]]
 ) -> None:
     hub = hubs()
-    chosen = peers(hub.endpoint, routing_id=b"somebody")
-    chosen.send(PING)
+    for identity in (b"somebody", b"\0somebody"):
+        chosen = peers(hub.endpoint, routing_id=identity)
+        chosen.send(PING)
     peer = peers(hub.endpoint)
     peer.send_multipart([PING, PING])
-    hub.until(lambda: hub.network.nonsense == 2)
+    hub.until(lambda: hub.network.nonsense == 3)
     assert not hub.heard
 
 
@@ -316,6 +320,47 @@ def test_connections_beyond_the_most_are_cut_off_and_the_others_go_on(
         connection.close()
     hub.until(lambda: hub.network.connections == 1)
     hub.lane(peers(hub.endpoint))
+
+
+def test_connections_that_belong_to_no_session_are_cut_off_after_a_while_and_the_others_stay(
+    hubs: Callable[..., Hub], peers: Callable[..., zmq.Socket[bytes]]
+) -> None:
+    hub = hubs(attach=0.5)
+    peer, idle, asking, refused = (peers(hub.endpoint) for _ in range(4))
+    hub.known.add(hub.lane(peer).identity)
+    hub.lane(asking)
+    hub.turn(0.3)
+    identity = hub.lane(refused).identity
+    hub.network.send(identity, ALIVE)
+    hub.network.mute(identity)
+    hub.turn(0.3)
+    assert refused.poll(0) and refused.recv() == protocol.encode(ALIVE)  # what it was told has got out
+    hub.until(lambda: hub.network.connections == 1)
+    assert idle.poll(0) == 0
+    hub.turn(1.0)
+    hub.lane(peer)
+    hub.known.clear()
+    hub.until(lambda: hub.network.connections == 0)
+
+
+def test_of_what_is_large_one_waits_for_a_peer_that_does_not_read(
+    hubs: Callable[..., Hub], bare: Callable[..., BareClient]
+) -> None:
+    hub = hubs()
+    peer = bare(hub.endpoint, receive_buffer=4096)
+    identity = hub.lane(peer).identity
+    large = Goodbye(reason="x" * BIG)
+    assert hub.network.send_one(identity, large)
+    hub.turn(0.1)
+    assert not hub.network.send_one(identity, large)
+    left, data = BIG, b""
+    while left > 0:
+        left -= len(peer.socket.recv(1 << 20))
+        hub.turn(0)
+    hub.until(lambda: hub.network.send_one(identity, Goodbye(reason="again")))
+    again = protocol.encode(Goodbye(reason="again"))
+    while not (data := data + peer.read(1)).endswith(again):
+        pass
 
 
 @pytest.mark.parametrize(
