@@ -204,8 +204,9 @@ def _greeting(sock: socket.socket, address: str, seconds: float, stop: int) -> b
         raise
     except OSError:
         pass
-    if not data:
-        raise ConnectionLost(f"what listens at {address} ended the connection at once")
+    if len(data) < _LENGTH and data.startswith(b"\xff"[: len(data)]):  # a daemon that ends, or the network before it
+        when = "in the middle of its greeting" if data else "at once"
+        raise ConnectionLost(f"what listens at {address} ended the connection {when}")
     return data
 
 

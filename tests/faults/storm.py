@@ -4,7 +4,8 @@
 
 At its end it tells, as a table, what was done and what the trainers got: every position of every epoch once and in
 order, each picture compared with one that was rendered here without any server; and whether servers and trainers have
-more memory, descriptors and threads than before the storm. Its status is 1 if anything is not as it must be.
+more memory, descriptors and threads than before the storm. Its status is 1 if anything is not as it must be, and 3 if
+this machine does not let it play two hosts.
 
 A trainer that is killed goes on from the state that it wrote down after its last batch. What is random comes from the
 seed; when it meets whom at what, does not.
@@ -44,7 +45,7 @@ from service import Daemon, Trainer, Truth, stream, until, with_timings
 from headrace.errors import HeadraceError
 from headrace.ping import ping
 from headrace.protocol import Pong
-from headrace.server.second_host import Host, two_hosts
+from headrace.server.second_host import Host, NotPossible, two_hosts
 from headrace.server.usage import own_bytes
 
 #: Of a data set, with the bad ones.
@@ -95,7 +96,12 @@ class Server:
 
 @dataclass(eq=False)
 class Client:
-    """A trainer, the proxies between it and the servers, and what is done to it. `away`: it ends, or has ended."""
+    """A trainer, the proxies between it and the servers, and what is done to it. `away`: it ends, or has ended.
+
+    Attributes:
+        size: of its record; begun: what it was at the beginning of this life; moved: when that grew last;
+            longest: seconds that it did not, while nothing held it up.
+    """
 
     number: int
     trainer: Trainer
@@ -106,7 +112,9 @@ class Client:
     spared: bool = False
     lives: int = 1
     size: int = 0
+    begun: int = 0
     moved: float = 0.0
+    longest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -285,9 +293,18 @@ class Storm:
                 client.moved = now
                 continue
             assert client.trainer.process is not None
+            size = client.trainer.record.stat().st_size if client.trainer.record.exists() else 0
             if client.trainer.process.poll() is not None:
-                raise AssertionError(f"trainer {client.number} has ended by itself: {_tail(client.trainer.log)}")
-            size = client.trainer.record.stat().st_size
+                why = _tail(client.trainer.log)
+                # A Loader is not made where no server is there; whoever starts trainers starts them again.
+                if size > client.begun or not why.rstrip().splitlines()[-1].startswith(
+                    "headrace.errors.ConnectionLost"
+                ):
+                    raise AssertionError(f"trainer {client.number} has ended by itself: {why}")
+                client.away = True
+                self._say(f"trainer {client.number} found nobody: {self._trainer_again(client)}")
+                continue
+            client.longest = max(client.longest, now - client.moved)
             if size != client.size:
                 client.size, client.moved = size, now
             elif now - client.moved > STUCK:
@@ -312,10 +329,14 @@ class Storm:
                 self.problems.append(f"server {server.number} ends with status {status}")
         for proxy in self._proxies():
             proxy.__exit__()
-        for name in ("s*.log", "t*.log"):
+        # A trainer that finds no server ends with a traceback, and is right.
+        for name, signs in (
+            ("s*.log", ("Traceback", "is not rendered any more", "Assertion failed")),
+            ("t*.log", ("the fetching thread", "Exception ignored", "Assertion failed", "Error in sys.")),
+        ):
             for log in sorted(self.folder.glob(name)):
                 text = log.read_text(errors="replace")
-                for sign in ("Traceback", "convicted", "Assertion", "not rendered"):
+                for sign in signs:
                     if sign in text:
                         at = text.index(sign)
                         self.problems.append(f"{log.name} says {sign!r}: {text[max(0, at - 500) : at + 1500]}")
@@ -532,6 +553,7 @@ class Storm:
         pause = self.random.uniform(0.0, 1.0)
 
         def start() -> None:
+            client.begun = client.trainer.record.stat().st_size
             client.trainer.start(prefix=client.prefix)
             client.lives += 1
             client.away = client.held = False
@@ -680,11 +702,12 @@ def table(storm: Storm, accounts: list[Accounts]) -> str:
     """What happened, in columns."""
     lines = [f"{storm.seconds:g} s of storm: {sum(storm.faults.values())} faults"]
     lines += [f"  {count:5}  {kind}" for kind, count in sorted(storm.faults.items())]
-    lines.append("trainer  lives  epochs  batches  pictures right  bad ones named  lost  repeated  wrong")
+    lines.append("trainer  lives  epochs  batches  pictures right  bad ones named  lost  repeated  wrong  longest wait")
     for client, found in zip(storm.clients, accounts, strict=True):
         lines.append(
             f"{client.number:7}  {client.lives:5}  {found.epochs:6}  {found.batches:7}  {found.pictures:14}  "
-            f"{found.rejected:14}  {found.lost:4}  {found.repeated:8}  {found.wrong:5}"
+            f"{found.rejected:14}  {found.lost:4}  {found.repeated:8}  {found.wrong:5}  "
+            f"{client.longest:10.1f} s"
         )
     lines.append(
         "server  lives  chunks computed  recomputed  delivered   hits  worker deaths  (of lives that could be asked)"
@@ -746,6 +769,9 @@ def main() -> int:
         for problem in found:
             print(f"NOT AS IT MUST BE: {problem}")  # noqa: T201
         return 1 if found else 0
+    except NotPossible as error:
+        print(f"two hosts cannot be played on this machine: {error}", file=sys.stderr)  # noqa: T201
+        return 3
     finally:
         leaks.kill(before)
         if args.keep:

@@ -265,6 +265,23 @@ def test_a_connection_that_ends_at_once_is_no_daemon(never: int) -> None:
         thread.join()
 
 
+@pytest.mark.parametrize("said", [1, 10, 11, 63])
+def test_a_greeting_that_is_cut_off_is_a_connection_lost_and_no_other_service(said: int, never: int) -> None:
+    """A network that fails, or a daemon that ends, at this moment: a Loader in the middle of an epoch tries again."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with server.accept()[0] as sock:
+                sock.recv(64)
+                sock.sendall(GREETING[:said])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(ConnectionLost, match="in the middle of its greeting"):
+            reach(f"tcp://127.0.0.1:{server.getsockname()[1]}", timeout=10, stop=never)
+        thread.join(10)
+
+
 def test_a_host_that_does_not_answer_runs_into_the_deadline(never: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
