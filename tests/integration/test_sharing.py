@@ -66,21 +66,20 @@ def clients(daemon: Daemon) -> list[ClientStatus]:
 
 def test_trainers_share_what_others_have_rendered_before_them_no_less(many: Callable[[int], Path], home: Path) -> None:
     """The second job of a daemon's life, from the first epoch on: all is rendered again, and once."""
-    with Daemon(home, {"train": stream(many(240))}, workers=2, slots=6) as daemon:
+    with Daemon(home, {"train": stream(many(240))}, workers=2, slots=8) as daemon:
         for job in range(2):
             before = daemon.status().computed if job else 0
             with taker(daemon, 3) as one, taker(daemon, 7) as other:
                 in_step(one, other, until=240)
-                done = clients(daemon)
-                assert sum(client.hits for client in done) >= 60
-            assert daemon.status().computed - before <= 60 + 6  # and the beginning of the epoch that follows
-        assert daemon.status().recomputed >= 60 - 6  # all but what had stayed
+                assert sum(client.hits for client in clients(daemon)) >= 60
+            assert daemon.status().computed - before <= 60 + 8  # and the beginning of the epoch that follows
+        assert daemon.status().recomputed >= 60 - 8  # all but what had stayed
 
 
 def test_one_that_is_behind_takes_nothing_from_others_of_other_batch_sizes_and_forms(
     many: Callable[[int], Path], home: Path
 ) -> None:
-    with Daemon(home, {"train": stream(many(480))}, workers=2, slots=8) as daemon:
+    with Daemon(home, {"train": stream(many(480))}, workers=2, slots=16) as daemon:
         with taker(daemon, 5) as one, taker(daemon, 16, dtype="float32") as other:
             in_step(one, other, until=240)
             with taker(daemon, 7, dtype="float16") as late:
@@ -91,7 +90,7 @@ def test_one_that_is_behind_takes_nothing_from_others_of_other_batch_sizes_and_f
                 in_step(one, other, until=240, meanwhile=lambda: seen.extend(next(behind).indices.tolist()))
                 first, second, third = clients(daemon)
                 assert first.recomputed + second.recomputed == 0
-                assert first.hits + second.hits >= 120 - 2 * 8  # what one got first the other got too
+                assert first.hits + second.hits >= 120 - 2 * 16  # what one got first the other got too
                 assert third.recomputed > 0 and third.lag > 0
                 for batch in behind:
                     seen.extend(batch.indices.tolist())
