@@ -7,7 +7,7 @@ is up. Who goes takes only its own chunks along, and each of the others gets som
 Weights. A server of twice the speed gets twice the chunks. Each trainer measures for itself, and what one finds is not
 just what another finds: one gets from the cache what another had to wait for, one has the server's memory at hand and
 another a network. With weights that follow such figures closely, each trainer would have homes of its own. So weights
-are powers of two, they change one step at a time, after two spans in a row that agree and by a good margin, and only
+are powers of two, they change one step at a time, after four spans in a row that agree and by a good margin, and only
 while servers are what this trainer waits for: else no weight would make it faster.
 
 Lateness. A server that owes something and has answered nothing for much longer than its answers lay apart is *late*,
@@ -39,9 +39,12 @@ _FORGET = 0.1
 
 #: A span of measuring: chunks, seconds at least; the share of it for which a server must have owed something for the
 #: trainer to be one that waits for servers.
-_SPAN = 32
-_LONG = 0.5
+_SPAN = 64
+_LONG = 1.0
 _BUSY = 0.5
+
+#: Spans in a row that must point the same way before a weight changes.
+_AGREE = 4
 
 #: The least weight is 2 to the minus this. By how many steps a speed must lie beside the present weight; 0.5 would be
 #: the border between two.
@@ -83,7 +86,8 @@ class Member:
     opening: bool = False
     due: float = 0.0
     pause: float = BACKOFF[0]
-    #: In this span: answers, seconds in which it owed something, counted up to a time; where the span before pointed.
+    #: In this span: answers, and seconds in which it owed something, counted up to a time. Over how many spans in a row
+    #: it turned out slower than its weight says, or, below 0, faster.
     got: int = 0
     busy: float = 0.0
     counted: float = 0.0
@@ -384,11 +388,11 @@ class Fleet:
             best = max(speeds.values())
             for member, speed in speeds.items():
                 beside = math.log2(best / speed) - member.step
-                tendency = 0 if abs(beside) < _MARGIN else int(math.copysign(1, beside))
-                if tendency and tendency == member.tendency:
-                    member.step = min(_STEPS, max(0, member.step + tendency))
-                    tendency = 0
-                member.tendency = tendency
+                points = 0 if abs(beside) < _MARGIN else int(math.copysign(1, beside))
+                member.tendency = points + (member.tendency if member.tendency * points > 0 else 0)
+                if abs(member.tendency) >= _AGREE:
+                    member.step = min(_STEPS, max(0, member.step + points))
+                    member.tendency = 0
         for member in self.members:
             member.got, member.busy = 0, 0.0
         self._span, self._began = 0, now

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from scripted import SAMPLES, Do, ScriptedDaemon, check_epoch, once, wait_until
 
-from headrace import Loader, several
+from headrace import Loader, fleet, several
 from headrace.errors import (
     ConfigError,
     ConnectionLost,
@@ -96,9 +96,12 @@ def test_trainers_ask_the_same_server_for_the_same_chunk(two: tuple[ScriptedDaem
     assert (set(of(a, 0)), set(of(b, 0))) == asked
 
 
-def test_a_slow_server_is_asked_less(place: Path) -> None:
+def test_a_slow_server_is_asked_less(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "_SPAN", 32)
+    monkeypatch.setattr(fleet, "_LONG", 0.1)
+
     def slow(get: Get) -> Do:
-        time.sleep(0.015)
+        time.sleep(0.01)
         return Do.ANSWER
 
     samples = 400
