@@ -62,6 +62,8 @@ STUCK = 45.0
 RATE = 2.5
 #: What may have come in use of what is flat: bytes, as a share and beside it; descriptors and threads.
 GROWTH, SPARE, FEW = 0.25, 12 << 20, 2
+#: Seconds until connections that were left half open, whose end nobody told, are gone everywhere.
+SETTLING = 15.0
 #: No port that the kernel gives away: a server that is started again must find its own free.
 PORTS = range(20_000, 32_000)
 
@@ -218,7 +220,7 @@ class Storm:
             self.before = self._usages()
             self._blow()
             self.quiet("after the storm")
-            self.after = self._usages()
+            self.after = self._settled()
             self._end()
         finally:
             self._abandon()
@@ -378,6 +380,15 @@ class Storm:
     def _usages(self) -> dict[str, Usage]:
         found = {f"server {server.number}": Usage.of(server.daemon.pid) for server in self.servers}
         return found | {f"trainer {client.number}": Usage.of(client.trainer.pid) for client in self.clients}
+
+    def _settled(self) -> dict[str, Usage]:
+        """As soon as nobody uses more than before; what has been cut off in the end is given time to be noticed."""
+        deadline = time.monotonic() + SETTLING
+        while True:
+            found = self._usages()
+            if all(usage.flat(self.before[name]) for name, usage in found.items()) or time.monotonic() > deadline:
+                return found
+            time.sleep(0.5)
 
     def _count(self, server: Server) -> None:
         """What it has done in this life."""
