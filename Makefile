@@ -38,9 +38,11 @@ soak: env-dev
 	.venv/bin/pytest -m soak -o faulthandler_timeout=0
 	.venv/bin/python benchmarks/epochs.py
 
-# On a machine that does nothing else: each says whether what it claims holds, and all of them run.
-bench: env-dev
-	@status=0; for name in versus_dataloader versus_dali corrupt shared_stream tcp; do .venv/bin/python benchmarks/$$name.py || status=1; done; exit $$status
+# On a machine that does nothing else, for half an hour. Its page is benchmarks/RESULTS.md; a section alone:
+# make bench BENCH='--only large'. With TensorSocket and FFCV: make bench PEERS=all
+PEERS ?= usual
+bench: build/peers/$(PEERS).stamp
+	build/peers/bin/python benchmarks/compare.py --peers $(PEERS) $(BENCH)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage*
@@ -68,4 +70,22 @@ env-demo env-dev: env-%: .venv/%.stamp
 		echo "Headrace needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(PIP) install --quiet --constraint constraints.txt pip setuptools
+	@touch $@
+
+# -- what `make bench` compares with, in an environment of its own -----------------------------------------------
+
+PEERS_PIP = PYTHONWARNINGS='ignore:Editable installation' build/peers/bin/pip install --quiet --constraint benchmarks/peers.txt
+
+build/peers/usual.stamp: benchmarks/peers.txt pyproject.toml
+	@echo "Installing what Headrace is compared with (8 GB, some minutes the first time)"
+	$(PYTHON) -m venv build/peers
+	$(PEERS_PIP) pip setuptools wheel
+	$(PEERS_PIP) --no-build-isolation --editable '.[dali,demo]' torch torchvision tensorflow-cpu
+	@touch $@
+
+build/peers/all.stamp: build/peers/usual.stamp
+	@pkg-config --exists opencv4 libturbojpeg || { \
+		echo "FFCV is compiled here, with libraries that are missing: apt-get install libopencv-dev libturbojpeg0-dev pkg-config" >&2; exit 1; }
+	$(PEERS_PIP) tensorsocket fastargs numba opencv-python-headless pytorch-pfn-extras tqdm
+	$(PEERS_PIP) --no-build-isolation --no-deps ffcv
 	@touch $@

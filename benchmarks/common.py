@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,13 @@ from PIL import Image
 
 from headrace.ping import ping
 from headrace.protocol import Pong
+from headrace.server.usage import cpu_seconds, machine_seconds
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZE = 224
 
-_TICKS = os.sysconf("SC_CLK_TCK")
+#: Pixels of the longer side of a photo that is enlarged.
+_LONG = 1280
 #: Seconds that one side of one round may take.
 _PATIENCE = 900
 
@@ -74,12 +77,29 @@ def photo_set(args: argparse.Namespace) -> Iterator[Path]:
         yield args.folder
         return
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as temporary:
-        folder = Path(temporary)
-        {"imagenet-like": imagenet_like, "large": link}[args.photos](sources(args.data), folder, args.count)
-        files = list(folder.glob("*/*"))
-        size = statistics.median(file.stat().st_size for file in files)
-        say(f"{len(files)} {args.photos} photos of {size / 1000:.0f} kB (median)")
+        folder = Path(temporary) / "photos"
+        folder.mkdir()
+        make_photos(args.photos, sources(args.data), folder, args.count)
+        say(described(folder))
         yield folder
+
+
+def make_photos(kind: str, sources: Sequence[Path], folder: Path, count: int) -> None:
+    {"imagenet-like": imagenet_like, "large": large}[kind](sources, folder, count)
+
+
+def described(folder: Path) -> str:
+    """What photos are in the folders of a folder."""
+    files = sorted(folder.glob("*/*"))
+    nbytes = statistics.median(file.stat().st_size for file in files)
+    sizes, progressive = [], 0
+    for file in files:
+        with Image.open(file) as opened:
+            sizes.append(opened.size)
+            progressive += "progressive" in opened.info
+    width, height = (statistics.median(side) for side in zip(*sizes, strict=True))
+    share = f", {progressive / len(files):.0%} of them progressive" if progressive else ""
+    return f"{len(files)} photos of {nbytes / 1000:.0f} kB and {width:.0f}x{height:.0f} pixels (medians){share}"
 
 
 def imagenet_like(sources: Sequence[Path], folder: Path, count: int) -> None:
@@ -96,6 +116,25 @@ def imagenet_like(sources: Sequence[Path], folder: Path, count: int) -> None:
             x, y = (rng.uniform(0, side - scale * cut) for side, cut in zip(photo.size, size, strict=True))
             crop = photo.resize(size, Image.Resampling.BICUBIC, (x, y, x + scale * size[0], y + scale * size[1]))
             crop.save(folder / source.parent.name / f"{n:06}.jpg", quality=96, subsampling=0)
+
+
+def large(sources: Sequence[Path], folder: Path, count: int) -> None:
+    """`count` links to the photos; instead of one that is no JPEG, or less than a megapixel, to one enlarged."""
+    enlarged = folder.with_name("enlarged")
+    targets = []
+    for s, source in enumerate(sources):
+        with Image.open(source) as opened:
+            if opened.format == "JPEG" and opened.width * opened.height >= 1_000_000:
+                targets.append(source)
+                continue
+            scale = _LONG / max(opened.size)
+            photo = opened.convert("RGB").resize(
+                [round(scale * side) for side in opened.size], Image.Resampling.BICUBIC
+            )
+        targets.append(enlarged / str(s) / source.parent.name / "photo.jpg")
+        targets[-1].parent.mkdir(parents=True)
+        photo.save(targets[-1], quality=90)
+    link(targets, folder, count)
 
 
 def link(sources: Sequence[Path], folder: Path, count: int) -> None:
@@ -191,36 +230,30 @@ def training_stream(folder: Path) -> dict[str, Any]:
 
 
 def torchvision_operators() -> None:
-    """Before torchvision is imported: wheels of torch without CUDA lack what its own operators register."""
+    """Before torchvision is imported: beside a torch without CUDA one with it cannot register its own operators."""
     import torch
 
-    for operator in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, operator):
-            torch.library.define(f"torchvision::{operator}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+    if torch.version.cuda is None and "+cpu" not in version("torchvision"):
+        for operator in ("nms", "qnms"):
+            if not hasattr(torch.ops.torchvision, operator):
+                signature = "(Tensor boxes, Tensor scores, float threshold) -> Tensor"
+                torch.library.define(f"torchvision::{operator}", signature)
 
 
 # -- what /proc says ----------------------------------------------------------------------------------------------
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process, all its threads, to a hundredth."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
 def children(pid: int) -> list[int]:
-    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            found += map(int, file.read_text().split())
+    return found
 
 
-def own_bytes(pid: int) -> int:
-    """Memory that is the process's own (USS), less the clean pages of files.
-
-    Those belong to the kernel's cache, and count as private whenever no other process has the same library mapped:
-    tens of MiB come and go with anybody's `import torch`.
-    """
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    own = ("Private_Dirty:", "Private_Hugetlb:", "Swap:")
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(own))
+def below(pid: int) -> list[int]:
+    """Its children, and theirs."""
+    return [one for child in children(pid) for one in (child, *below(child))]
 
 
 def descriptors(pid: int) -> int:
@@ -257,8 +290,7 @@ class Meter:
 
     def _used(self) -> dict[str, float]:
         used = {name: sum(map(cpu_seconds, pids)) for name, pids in self._groups.items()}
-        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-        return used | {"machine": (user + nice + system + irq + softirq + steal) / _TICKS}
+        return used | {"machine": sum(machine_seconds())}
 
 
 # -- rounds -------------------------------------------------------------------------------------------------------

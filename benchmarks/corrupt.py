@@ -31,6 +31,7 @@ from headrace import Loader
 from headrace.pipeline.pillow import decode
 from headrace.pipeline.probe import BadPicture, probe
 from headrace.pipeline.spec import Decode
+from headrace.server.usage import own_bytes
 
 SIDES = ("clean", "corrupt")
 
@@ -94,12 +95,12 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     ):
         epoch(loader, args)
         workers = daemon.ping().workers
-        before = sum(map(common.own_bytes, workers))
+        before = sum(map(own_bytes, workers))
         meter = common.Meter(workers=workers, daemon=[daemon.pid], consumer=[os.getpid()])
         images = sum(epoch(loader, args) for _ in range(args.epochs))
         used = meter.read()
         assert daemon.ping().workers == workers, "a worker was replaced"
-        growth = (sum(map(common.own_bytes, workers)) - before) / (1 << 20)
+        growth = (sum(map(own_bytes, workers)) - before) / (1 << 20)
     return {"images": images, "images_per_s": images / used["seconds"], "growth": growth} | used
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import common
 
 from headrace import Loader
+from headrace.server.usage import own_bytes
 
 #: Pictures that are made, and how many there are to one that is cut off; the set is links to them.
 MADE = 200
@@ -104,7 +105,7 @@ def hoard(loader: Loader) -> None:
 
 
 def held(pid: int) -> dict[str, int]:
-    return {"bytes": common.own_bytes(pid), "descriptors": common.descriptors(pid)}
+    return {"bytes": own_bytes(pid), "descriptors": common.descriptors(pid)}
 
 
 def compared(run: str, looks: dict[str, dict[str, dict[str, int]]]) -> list[common.Claim]:

@@ -44,8 +44,8 @@ from typing import Any
 
 import common
 import numpy as np
+import peers
 import torch
-import versus_dataloader
 
 from headrace import Loader, kernel
 from headrace.device import open_device
@@ -226,7 +226,7 @@ def _forever(batches: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 
 def _data_loader(args: argparse.Namespace, device: torch.device) -> Iterable[tuple[Any, Any]]:
     loader: Any = torch.utils.data.DataLoader(
-        versus_dataloader.pictures(args.folder, levels=True, size=args.size),
+        peers.pictures(args.folder, levels=True, size=args.size),
         batch_size=args.batch_size,
         shuffle=True,
         drop_last=True,

@@ -27,7 +27,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield import_module("gpu_train")
-    for name in ("gpu_train", "versus_dataloader", "common"):
+    for name in ("gpu_train", "peers", "common"):
         sys.modules.pop(name, None)
 
 
