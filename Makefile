@@ -42,7 +42,8 @@ soak: env-dev
 # make bench BENCH='--only large'. With TensorSocket and FFCV: make bench PEERS=all
 PEERS ?= usual
 bench: build/peers/$(PEERS).stamp
-	build/peers/bin/python benchmarks/compare.py --peers $(PEERS) $(BENCH)
+	@status=0; build/peers/bin/python benchmarks/compare.py --peers $(PEERS) $(BENCH) || status=1; \
+		$(if $(BENCH),,build/peers/bin/python benchmarks/corrupt.py || status=1;) exit $$status
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage*
