@@ -60,7 +60,7 @@ SILENCE = 3000
 STUCK = 45.0
 #: Faults a second.
 RATE = 2.5
-#: What may have come in use of what is flat: bytes, as a share and beside it; descriptors and threads.
+#: By how much what is flat may have grown: bytes, as a share and beside it; descriptors.
 GROWTH, SPARE, FEW = 0.25, 12 << 20, 2
 #: Seconds until connections that were left half open, whose end nobody told, are gone everywhere.
 SETTLING = 15.0
@@ -121,26 +121,31 @@ class Client:
 
 @dataclass(frozen=True)
 class Usage:
-    """Of a process: bytes of its own memory, descriptors, threads."""
+    """Of a process: bytes of its own memory, descriptors, threads, children."""
 
     memory: int
     descriptors: int
     threads: int
+    children: int
 
     @classmethod
     def of(cls, pid: int) -> Usage:
-        threads = len(os.listdir(f"/proc/{pid}/task"))
-        return cls(own_bytes(pid), len(os.listdir(f"/proc/{pid}/fd")), threads)
+        threads, descriptors = len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))
+        return cls(own_bytes(pid), descriptors, threads, len(psutil.Process(pid).children(recursive=True)))
 
     def flat(self, before: Usage) -> bool:
         return (
             self.memory <= before.memory * (1 + GROWTH) + SPARE
             and self.descriptors <= before.descriptors + FEW
-            and self.threads <= before.threads + FEW
+            and self.threads <= before.threads
+            and self.children <= before.children
         )
 
     def __str__(self) -> str:
-        return f"{self.memory / 1e6:.1f} MB, {self.descriptors} descriptors, {self.threads} threads"
+        return (
+            f"{self.memory / 1e6:.1f} MB, {self.descriptors} descriptors, {self.threads} threads, "
+            f"{self.children} children"
+        )
 
 
 class Storm:
@@ -379,6 +384,10 @@ class Storm:
 
     def _usages(self) -> dict[str, Usage]:
         found = {f"server {server.number}": Usage.of(server.daemon.pid) for server in self.servers}
+        for server in self.servers:
+            for i, worker in enumerate(server.workers()):
+                with contextlib.suppress(OSError, psutil.Error):
+                    found[f"worker {i} of server {server.number}"] = Usage.of(worker.pid)
         return found | {f"trainer {client.number}": Usage.of(client.trainer.pid) for client in self.clients}
 
     def _settled(self) -> dict[str, Usage]:
@@ -386,7 +395,10 @@ class Storm:
         deadline = time.monotonic() + SETTLING
         while True:
             found = self._usages()
-            if all(usage.flat(self.before[name]) for name, usage in found.items()) or time.monotonic() > deadline:
+            if (
+                all(u.flat(self.before[name]) for name, u in found.items() if name in self.before)
+                or time.monotonic() > deadline
+            ):
                 return found
             time.sleep(0.5)
 
@@ -730,7 +742,7 @@ def table(storm: Storm, accounts: list[Accounts]) -> str:
             f"{seen['delivered']:9}  {seen['hits']:5}  {seen['deaths']:13}"
         )
     for name, before in storm.before.items():
-        lines.append(f"{name}: {before} before, {storm.after[name]} after")
+        lines.append(f"{name}: {before} before, {storm.after.get(name, 'gone')} after")
     return "\n".join(lines)
 
 
@@ -741,8 +753,9 @@ def faults(storm: Storm, accounts: list[Accounts]) -> list[str]:
         if not each.sound or not each.pictures:
             found.append(f"trainer {client.number}: {each.first or 'it got nothing'}")
     for name, before in storm.before.items():
-        if not storm.after[name].flat(before):
-            found.append(f"{name} has grown: {before} before, {storm.after[name]} after")
+        after = storm.after.get(name)
+        if after is None or not after.flat(before):
+            found.append(f"{name} has grown, or is gone: {before} before, {after} after")
     return found
 
 
