@@ -43,6 +43,8 @@ Stage = Literal["read", "probe", "decode", "worker"]
 MAX_LENGTH = 1 << 24
 
 _ORIENTATION = 0x0112
+#: The orientation that undoes another.
+_INVERSE = {1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 8, 7: 7, 8: 6}
 
 _SETTINGS = threading.Lock()
 
@@ -109,7 +111,7 @@ def probe(data: bytes, decode: Decode) -> Picture:
     """Look at the header of an encoded picture.
 
     The name of the file plays no part. The orientation is EXIF's, or where there is none, that of XMP; a damaged one
-    counts as 1.
+    counts as 1, and so does every one where `decode.ignore_orientation` says so.
 
     Raises:
         BadPicture: (stage "probe") no picture, of a format that is not decoded, damaged, or over a limit.
@@ -129,7 +131,7 @@ def probe(data: bytes, decode: Decode) -> Picture:
         name = image.format or kind
         width, height = image.size
         _check_size(name, width, height, decode.max_pixels)
-        orientation = 1 if kind in ("TIFF", HEIF) else _orientation(image, data)  # these come upright
+        orientation = _to_do(kind, image, data, ignore=decode.ignore_orientation)
     if orientation >= 5:
         width, height = height, width
     reducible = decode.dct_scaling and kind == "JPEG" and jpeg.reducible(data)
@@ -201,6 +203,15 @@ def _check_size(name: str, width: int, height: int, max_pixels: int) -> None:
         )
     if max(width, height) > MAX_LENGTH:
         raise BadPicture("probe", f"{name} of {width}x{height} pixels: a side is over the limit of {MAX_LENGTH}")
+
+
+def _to_do(kind: str, image: Image.Image, data: bytes, *, ignore: bool) -> int:
+    """The orientation that is still to be applied to the image once it is loaded."""
+    if kind == HEIF:
+        return 1  # it comes upright
+    if kind == "TIFF":  # so does this, and is turned back
+        return _INVERSE[_orientation(image, data)] if ignore else 1
+    return 1 if ignore and kind != "AVIF" else _orientation(image, data)  # whose rotation is a part of the format
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:

@@ -105,11 +105,13 @@ class Decode(_Model):
         max_file_bytes: of a file, which is not read when it is larger.
         dct_scaling: whether a JPEG may be decoded at a half, a quarter or an eighth of its size, where the window is
             reduced at least as much.
+        ignore_orientation: whether pictures are shown as they are stored, and not turned as EXIF says.
     """
 
     max_pixels: Annotated[int, whole(1)] = 178956970
     max_file_bytes: Size = 256 << 20
     dct_scaling: Flag = False
+    ignore_orientation: Flag = False
 
 
 class Columns(_Model):

@@ -40,13 +40,13 @@ LOSSLESS = ["PNG", "BMP", "DIB", "TIFF", "PPM", "TGA", "QOI"]
 CUT = [*LOSSLESS, "JPEG", "GIF", "WEBP", "AVIF", "JPEG2000", "ICO"]
 
 
-def show(data: bytes, transforms: Sequence[Transform] = (), first: int = 0, dct_scaling: bool = False) -> Pixels:
+def show(data: bytes, transforms: Sequence[Transform] = (), first: int = 0, **decode: bool) -> Pixels:
     """The picture by the backend; without transforms at its own size.
 
     Raises:
         BadPicture: the verdict.
     """
-    picture = probe(data, Decode(dct_scaling=dct_scaling))
+    picture = probe(data, Decode(**decode))
     chain = transforms or [Resize((picture.height, picture.width))]
     params = plan(chain, 0, 0, first, np.array([picture.height]), np.array([picture.width]))
     out = np.full((*params.size, 3), 77, np.uint8)
@@ -256,6 +256,17 @@ def test_all_eight_orientations_look_alike(format: str) -> None:
 def test_an_oriented_picture_is_upright(orientation: int) -> None:
     data = encode(stored(quadrants(), orientation), exif=exif(orientation))
     assert corners(show(data)) == [RED, GREEN, BLUE, YELLOW]
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_is_shown_as_it_is_stored_where_orientations_are_ignored(format: str, orientation: int) -> None:
+    image = stored(noise(48, 32), orientation)
+    lossy = {"JPEG": {"quality": 100, "subsampling": "4:4:4"}, "WEBP": {"lossless": True}}.get(format, {})
+    plain, turned = (encode(image, format, exif=exif(each), **lossy) for each in (1, orientation))
+    np.testing.assert_array_equal(show(turned, ignore_orientation=True), show(plain))
+    chain = [RandomResizedCrop(16), RandomHorizontalFlip()]
+    assert far(show(turned, chain, ignore_orientation=True), show(plain, chain)) <= 1
 
 
 @pytest.mark.parametrize("height, width", [(1, 1), (1, 300), (300, 1), (2, 2), (60000, 1), (1, 60000)])

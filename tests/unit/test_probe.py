@@ -59,6 +59,14 @@ def test_sizes_are_those_of_the_upright_picture(format: str, orientation: int) -
     assert picture.orientation == (1 if format == "TIFF" else orientation)
 
 
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_where_orientations_are_ignored_sizes_are_those_of_the_stored_picture(format: str, orientation: int) -> None:
+    image = stored(quadrants(64, 96), orientation)
+    picture = probe(encode(image, format, exif=exif(orientation)), Decode(ignore_orientation=True))
+    assert (picture.width, picture.height) == image.size
+
+
 def test_an_orientation_after_the_pixels_of_a_png_counts() -> None:
     data = with_chunk(encode(stored(quadrants(64, 96), 6)), b"eXIf", exif(6).tobytes()[6:], before=b"IEND")
     assert (look(data).orientation, look(data).height) == (6, 64)

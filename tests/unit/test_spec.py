@@ -352,7 +352,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (
         "streams.train.decode.dct_scale",
         False,
-        "did you mean dct_scaling?; allowed here: dct_scaling, max_file_bytes, max_pixels",
+        "did you mean dct_scaling?; allowed here: dct_scaling, ignore_orientation, max_file_bytes, max_pixels",
     ),
     ("streams.train.output.dtype", "float64", "must be 'uint8', 'float16', 'bfloat16' or 'float32'"),
     ("streams.train.output.layuot", "NCHW", "did you mean layout?; allowed here: cutmix, dtype, layout, mean, mixup"),
@@ -511,6 +511,7 @@ OTHER_PIXELS: list[dict[str, Any]] = [
     {"decode": {"max_pixels": 5}},
     {"decode": {"max_file_bytes": 5}},
     {"decode": {"dct_scaling": True}},
+    {"decode": {"ignore_orientation": True}},
     {"transforms": [TRANSFORMS[0]]},
     {"transforms": [{"random_resized_crop": {"size": 65}}, TRANSFORMS[1]]},
 ]
