@@ -21,6 +21,9 @@ from headrace.protocol import Chunk, Failed, Goodbye, Indexing, Message, Refused
 
 log = logging.getLogger(__name__)
 
+#: Messages that are taken of a connection at once: who sends without end must not keep this side from its other work.
+TURN = 1024
+
 #: Seconds of the longest single wait in a poll, which counts milliseconds in 32 bits.
 LONGEST_POLL = 3600.0
 

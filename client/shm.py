@@ -20,7 +20,7 @@ from headrace.errors import ConnectionLost, ProtocolError
 from headrace.lifeline import Lifeline
 from headrace.pace import Pace
 from headrace.protocol import Cancel, Chunk, Failed, Get, Release, decode_daemon, encode
-from headrace.session import Delivery, Events, Ready, cut, report, wait_for
+from headrace.session import TURN, Delivery, Events, Ready, cut, report, wait_for
 from headrace.slots import Ring
 
 
@@ -117,9 +117,10 @@ class SharedSession:
 
     def take(self, ready: Ready) -> Events:
         answers: list[Delivery | Failed] = []
-        lost = None
+        lost, taken = None, 0
         # Asking for the state keeps the interpreter lock, a receive gives it up, and getting it back may take long.
-        while cast(int, self._dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while cast(int, self._dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN and taken < TURN:
+            taken += 1
             message = decode_daemon(self._dealer.recv(zmq.NOBLOCK))
             if isinstance(message, Chunk):
                 answers.append(self._delivery(message))
@@ -163,9 +164,10 @@ def _endpoint(address: str, named: str) -> str:
 
     Raises:
         ConnectionLost: its socket is not here.
+        ProtocolError: it is nowhere that a daemon of this host may send its clients to.
     """
     if not named.startswith("ipc://"):
-        return named
+        raise ProtocolError(f"the daemon at {address} names the endpoint {named}, which is no ipc://PATH")
     # The daemon names it by a path of its own. In another container the same folder may lie elsewhere, and there it is
     # beside the socket that we came by; who came by a link finds it where the daemon says.
     beside = f"{socket_path(address)}.zmq"

@@ -47,7 +47,19 @@ from headrace.protocol import (
     decode_remote_reply,
     encode,
 )
-from headrace.session import LONGEST_POLL, Delivery, Events, Interrupted, Opening, Ready, Refusal, cut, report, wait_for
+from headrace.session import (
+    LONGEST_POLL,
+    TURN,
+    Delivery,
+    Events,
+    Interrupted,
+    Opening,
+    Ready,
+    Refusal,
+    cut,
+    report,
+    wait_for,
+)
 from headrace.slots import SlotLayout
 
 #: Data connections of a session at most. Each is one stream of bytes, and one of ZeroMQ's threads at a time.
@@ -77,6 +89,9 @@ _ENDS = (
 
 #: An event of ZeroMQ's monitor: its number, and a value.
 _EVENT = struct.Struct("=HI")
+
+#: Where a session may go on that began on a Unix socket.
+_HERE = ("tcp://127.0.0.1:", "tcp://[::1]:")
 
 _numbers = itertools.count()
 
@@ -146,7 +161,7 @@ class Lane:
 
     def received(self) -> Iterator[list[zmq.Frame]]:
         """Messages, each as its frames, of which one at least is there."""
-        while True:
+        for _ in range(TURN):
             yield self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             # Asking for the state keeps the interpreter lock, a receive gives it up, and getting it back may take long.
             if not cast(int, self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -344,6 +359,8 @@ class RemoteSession:
         try:
             welcome = lifeline.welcome
             _expect_tcp(address, welcome)
+            if not welcome.endpoint.startswith(_HERE):
+                raise ProtocolError(f"the daemon at {address} names the endpoint {welcome.endpoint}, not one here")
             control = Lane(context, welcome.endpoint, silence=CONTROL_SILENCE, limit=protocol.DAEMON_LIMIT)
             session = cls(address, welcome, lanes, lanes.add(control), lifeline)
             control.send(Attach(token=welcome.token, lane=0))

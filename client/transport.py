@@ -73,6 +73,8 @@ def open_session(
 def _on_this_host(address: str, *, timeout: float, stop: int, keys: Keys | None) -> str | HeadraceError:
     """The daemon's `ipc://` address if it is reached there, or else why not."""
     there = ask(address, timeout=timeout, stop=stop, keys=keys)
+    if not there.address.startswith("ipc://"):  # nobody is sent to another host
+        return HeadraceError(f"it says that its Unix socket is at {there.address}")
     try:
         here = ask(there.address, timeout=min(timeout, _NEAR), stop=stop)
     except HeadraceError as error:

@@ -132,6 +132,7 @@ def test_the_end_of_the_daemon_is_noticed_at_once(
         (with_ring(welcome(transport="tcp")), ProtocolError, "transport tcp"),
         (with_ring(welcome(slots=4)), ProtocolError, "cannot be mapped"),
         (with_ring(welcome(endpoint="nowhere")), ProtocolError, "endpoint nowhere"),
+        (with_ring(welcome(endpoint="tcp://192.0.2.1:5555")), ProtocolError, "is no ipc://PATH"),
     ],
 )
 def test_a_handshake_that_goes_wrong_says_how_and_leaves_nothing_open(

@@ -316,10 +316,13 @@ def test_a_handshake_that_goes_wrong_says_how_and_leaves_nothing_open(
         RemoteSession.open(address, None, context, timeout=0.3, stop=wake)
 
 
-def test_an_endpoint_that_is_none_is_an_error(socket_file: Path, context: Context, wake: int) -> None:
+@pytest.mark.parametrize("endpoint", ["nowhere", "tcp://127.0.0.1:none", "tcp://192.0.2.1:5555"])
+def test_an_endpoint_that_is_none_or_of_another_host_is_an_error(
+    socket_file: Path, context: Context, wake: int, endpoint: str
+) -> None:
     with ScriptedDaemon(socket_file) as daemon:
-        daemon.tcp_address = "nowhere"
-        with pytest.raises(ProtocolError, match="endpoint nowhere"):
+        daemon.tcp_address = endpoint
+        with pytest.raises(ProtocolError, match=f"endpoint {endpoint}"):
             RemoteSession.open_here(daemon.address, None, context, timeout=10, stop=wake)
         wait_until(lambda: not daemon.sessions)
 

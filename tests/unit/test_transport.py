@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -78,6 +79,17 @@ def test_a_daemon_that_has_its_socket_where_another_has_it_here_is_on_another_ho
         with pytest.raises(ConfigError, match="another daemon is at"):
             opened(daemon.tcp_address, "shm")
         assert not namesake.hellos
+
+
+def test_a_daemon_sends_nobody_to_another_address_of_the_network(daemon: ScriptedDaemon, opened: Open) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        daemon.unix_address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        assert opened(daemon.tcp_address, "auto").welcome.transport == "tcp"
+        with pytest.raises(ConfigError, match="says that its Unix socket is at tcp://"):
+            opened(daemon.tcp_address, "shm")
+        other.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            other.accept()
 
 
 def test_nonsense_where_its_socket_should_be_is_another_host_too(daemon: ScriptedDaemon, opened: Open) -> None:
