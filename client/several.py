@@ -39,6 +39,9 @@ _GRACE = 2.0
 #: Seconds that threads which are joining servers have to notice that they are to end.
 _ENDING = 5.0
 
+#: What servers say of a stream that makes no difference once a Loader is made.
+_DEFAULTS = ("output", "on_bad_sample", "max_bad")
+
 #: Chunks that a server cannot bring which are logged, for each session with it.
 _LOGGED = 10
 
@@ -72,7 +75,8 @@ class Servers:
             stop: a descriptor; when it becomes readable, `Interrupted` is raised.
 
         Raises:
-            StateError: two of them serve different pictures, and there was no session yet.
+            StateError: two of them serve different pictures, or differ in the stream's defaults for the Loader, which is
+                being made.
             RenderMismatch: two of them render differently, likewise, and `exact`.
             HeadraceError: none of them can be joined; says why, of each.
         """
@@ -84,12 +88,19 @@ class Servers:
             raise
         return session
 
-    def unlike(self, address: str, welcome: Welcome) -> HeadraceError | None:
-        """Why this server cannot be asked beside the others."""
+    def unlike(self, address: str, welcome: Welcome, *, first: bool) -> HeadraceError | None:
+        """Why this server cannot be asked beside the others.
+
+        Args:
+            first: whether the Loader is being made, and takes what it was not told from any of them.
+        """
         truth = self.truth
         if truth is None:
             return None
-        if what := differences(truth, welcome):
+        what = differences(truth, welcome)
+        if first:
+            what += [name for name in _DEFAULTS if getattr(truth, name) != getattr(welcome, name)]
+        if what:
             return StateError(
                 f"the server at {address} does not serve the same stream {welcome.stream!r} as the others: "
                 f"{', '.join(what)} differ"
@@ -167,6 +178,8 @@ class SeveralSession:
         self._bell, self._stop = Bell(), Bell()
         self._lock = threading.Lock()
         self._closed = False
+        #: Whether the Loader is being made.
+        self._first = servers.truth is None
         self._threads: set[threading.Thread] = set()
 
     # -- as the engine sees it ----------------------------------------------------------------------------------
@@ -257,7 +270,7 @@ class SeveralSession:
 
     def begin(self, stop: int) -> None:
         """See `Servers.open`."""
-        fleet, first = self._fleet, self._servers.truth is None
+        fleet = self._fleet
         failures: dict[Member, HeadraceError] = {}
         enough = None
         while True:
@@ -282,8 +295,9 @@ class SeveralSession:
                 if error is not None:
                     failures[member] = error
                     # While it is not settled yet which pictures these are, nobody may go on with either.
-                    if first and isinstance(error, (StateError, RenderMismatch)):
+                    if self._first and isinstance(error, (StateError, RenderMismatch)):
                         raise error
+        self._first = False
         for member in waiting:
             log.warning("going on without the server at %s, which has not answered yet", member.address)
 
@@ -334,7 +348,7 @@ class SeveralSession:
             if self._fleet.missing(member, str(outcome), now):
                 log.warning("the server at %s cannot be joined: %s", member.address, str(outcome))
             return outcome
-        error = servers.unlike(member.address, outcome.welcome)
+        error = servers.unlike(member.address, outcome.welcome, first=self._first)
         if error is not None:
             outcome.close()
             if self._fleet.missing(member, str(error), now):

@@ -24,6 +24,7 @@ from headrace.errors import (
     RenderMismatch,
     StateError,
 )
+from headrace.output import Output
 from headrace.protocol import Get, Refused
 
 CHUNKS = SAMPLES // 4
@@ -311,6 +312,7 @@ def test_what_was_taken_back_is_given_back_to_whoever_brings_it(place: Path) -> 
         ({"order": "other", "pixels": "others"}, "order"),
         ({"columns": ["n"]}, "columns"),
         ({"samples": 44}, "number of samples"),
+        ({"output": Output("uint8"), "max_bad": 0.5}, "output, max_bad differ"),
     ],
 )
 def test_servers_of_other_pictures_are_refused_by_name(place: Path, change: dict[str, Any], named: str) -> None:
@@ -334,6 +336,20 @@ def test_a_server_that_comes_back_with_other_pictures_is_named_and_not_asked(
                 assert not b.gets
                 assert "pixels (decode, transforms or chunk) differ" in told(loader, "trouble")[1]
                 assert caplog.text.count("is not asked for anything") == 1  # not each time that it is tried
+
+
+def test_a_server_that_comes_back_with_other_defaults_is_asked(place: Path) -> None:
+    with ScriptedDaemon(place / "a") as a:
+        b = ScriptedDaemon(place / "b")
+        with open_loader(a, b) as loader:
+            check_epoch(loader, 0)
+            b.close()
+            wait_until(lambda: told(loader, "state") == ["up", "down"])
+            with ScriptedDaemon(place / "b", output=Output("float16"), max_bad=0.5) as b:
+                until_up(loader)
+                for epoch in (1, 2):
+                    check_epoch(loader, epoch)
+                assert b.gets
 
 
 def test_servers_that_render_differently_are_said_to_and_refused_if_they_must_be_exact(
