@@ -48,6 +48,8 @@ def main() -> int:
     parser.add_argument("--loaders", type=int, default=500, help="that are dropped, one after another")
     parser.add_argument("--data", type=Path, help="class folders of photos to make the pictures from")
     args = parser.parse_args()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that starts us in the background has it so
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     took: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as temporary:
         folder = Path(temporary)
@@ -125,6 +127,7 @@ def left(daemon: common.Daemon, transport: str, where: str, *, stopped: bool) ->
             child.wait(60)
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
+            child.kill()
     return time.perf_counter() - began
 
 
