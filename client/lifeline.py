@@ -66,7 +66,7 @@ class Lifeline:
                 _close_all(fds)
                 message = decode_session_reply(data)
                 if isinstance(message, Goodbye):
-                    return f"the daemon stopped: {message.reason}"
+                    return f"the daemon ended the session: {message.reason}"
         except Closed:
             return "the daemon ended"
         return None

@@ -409,7 +409,7 @@ class RemoteSession:
                     if wanted is not None:
                         answers.append(message if isinstance(message, Failed) else self._take(message, frames, wanted))
                 case Goodbye():
-                    lost = f"the daemon stopped: {message.reason}"
+                    lost = f"the daemon ended the session: {message.reason}"
                 case Unknown():
                     if message.token == self.welcome.token:
                         lost = "the daemon does not know this session"

@@ -187,7 +187,7 @@ def test_a_failure_is_answered_by_name(socket_file: Path, open_session: Open, wa
     ("do", "named"),
     [
         (Do.UNKNOWN, "the daemon does not know this session"),
-        (Do.GOODBYE, "the daemon stopped: maintenance|the daemon ended"),
+        (Do.GOODBYE, "the daemon ended the session: maintenance|the daemon ended"),
         (Do.VANISH, "the connection to the daemon ended|the daemon ended"),
     ],
 )
