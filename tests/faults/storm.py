@@ -52,7 +52,7 @@ from headrace.server.usage import own_bytes
 SAMPLES, BAD = 300, 3
 CHUNK, WORKERS, SLOTS = 4, 2, 4
 #: Rows of a batch, trainer by trainer: most are no multiple of a chunk. Rows a second of each, at most.
-BATCHES, PACE = (16, 9, 25), 120
+BATCHES, PACES = (16, 9, 25), (160, 80, 120)
 #: Seconds after which servers give up a peer over tcp, and milliseconds after which trainers do: sooner than usual.
 TIMINGS = {"heartbeat": 0.5, "silence": 4.0, "stuck": 4.0, "probe": 1.0, "attach": 4.0}
 SILENCE = 3000
@@ -89,6 +89,12 @@ class Server:
             children = psutil.Process(self.daemon.pid).children()
             return [child for child in children if "headrace.workers.worker" in " ".join(_command(child))]
         return []
+
+    def idle(self) -> bool:
+        """Whether nobody has a session, a slot or a request any more."""
+        if (pong := self.ask(5.0)) is None or (status := pong.streams["train"]) is None:
+            return False
+        return pong.sessions == status.leased == status.waiting == status.filling == 0
 
     def ask(self, timeout: float) -> Pong | None:
         with contextlib.suppress(HeadraceError):
@@ -206,9 +212,9 @@ class Storm:
             else:
                 proxies.append(Proxy(there))
                 addresses.append(proxies[-1].address)
-        batch = BATCHES[number % len(BATCHES)]
+        batch, pace = BATCHES[number % len(BATCHES)], PACES[number % len(PACES)]
         trainer = Trainer(
-            ",".join(addresses), self.folder / f"t{number}.jsonl", batch_size=batch, epochs=10**6, pause=batch / PACE,
+            ",".join(addresses), self.folder / f"t{number}.jsonl", batch_size=batch, epochs=10**6, pause=batch / pace,
             transport="tcp" if far else "auto", on_bad_sample="mask", silence=SILENCE,
         )  # fmt: skip
         return Client(number, trainer, proxies, tuple(self.hosts[1].command()) if self.hosts and far else ())
@@ -331,6 +337,7 @@ class Storm:
         for client in self.clients:
             client.trainer.wait(30)
         for server in self.servers:
+            until(lambda server=server: server.idle(), f"server {server.number} to get back what was lent")
             self._count(server)
             if (status := server.daemon.stop()) != 0:
                 self.problems.append(f"server {server.number} ends with status {status}")
@@ -446,9 +453,12 @@ class Storm:
         return self._worker(lambda worker: worker.send_signal(signal.SIGKILL))
 
     def _stop_worker(self) -> str | None:
+        # Where there is time for it, also for longer than a server bears it.
+        longest = self.random.choice([0.3, 2.0, 2.0, 40.0 if self.seconds >= 300 else 2.0])
+
         def stop(worker: psutil.Process) -> None:
             worker.send_signal(signal.SIGSTOP)
-            self._later(self.random.uniform(0.05, 2.0), lambda: _signal(worker, signal.SIGCONT))
+            self._later(longest * self.random.random(), lambda: _signal(worker, signal.SIGCONT))
 
         return self._worker(stop)
 

@@ -25,7 +25,7 @@ def storm(capsys: pytest.CaptureFixture[str], seconds: int, *options: str) -> No
 
 @pytest.mark.timeout(400)
 def test_a_minute_of_storm(capsys: pytest.CaptureFixture[str]) -> None:
-    storm(capsys, 38, "--seed=7")
+    storm(capsys, 30, "--seed=7")
 
 
 @pytest.mark.soak
