@@ -14,9 +14,10 @@ from typing import Any
 import common
 import peers
 
+from headrace.server.verdict import plural
 from headrace.workers import cpus
 
-#: Of a section without numbers in it: nothing is drawn.
+#: Pixels: of the plot, left and right of the bars, and of a bar's line.
 _WIDTH, _LEFT, _RIGHT, _BAR = 860, 300, 200, 24
 _OURS, _THEIRS = "#c8553d", "#4878a8"
 _MIB = 1 << 20
@@ -135,7 +136,7 @@ def _section(section: Section) -> Iterator[str]:
         yield ""
     rounds = len(next(iter(section.rounds.values())))
     photos = f"{section.photos}. " if section.photos else ""
-    yield f"{photos}{rounds} rounds, {section.day}, {section.machine}. {section.versions}. `{section.command}`"
+    yield f"{photos}{rounds} {plural(rounds, 'round')}, {section.day}, {section.machine}. {section.versions}. `{section.command}`"
 
 
 def _table(rounds: common.Rounds) -> Iterator[str]:

@@ -14,7 +14,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ _RING = 256 << 20
 _WARM = 1.5
 #: Chunks for each worker that make a measurement, or that it takes so many times as long.
 _CHUNKS, _LONGER = 4, 3.0
+#: Parts of a measurement, between which it is the others' turn.
+_TURNS = 4
 #: Share of the seconds of a measurement that each smaller one gets.
 _SHORT = 0.4
 #: Seconds that a daemon may take to answer beside its work.
@@ -520,14 +522,38 @@ def _measured(
 ) -> _Measured:
     most = team.threads if team.devices else team.processes
     numbers = sorted(set(workers)) or _numbers(most)
+    daemons = [_Daemon(config, name, index, team, number) for number in numbers]
     measured = _Measured([], None, None)
-    for number in numbers:
-        what = "threads of a GPU" if team.devices else "worker" if number == 1 else "workers"
-        with watch(f"{name} with {number} {what}") as progress:
-            daemon = _Daemon(config, name, index, team, number)
-            measured.chains.append(daemon.measure(seconds, progress, last=number == numbers[-1]))
-        measured.memory, measured.handing = daemon.memory, daemon.handing
+    # Of one GPU there is one worker at a time.
+    for together in [[daemon] for daemon in daemons] if team.devices else [daemons]:
+        counts = " and ".join(str(daemon.number) for daemon in together)
+        what = "threads of a GPU" if team.devices else plural(together[-1].number, "worker")
+        with watch(f"{name} with {counts} {what}") as progress, contextlib.ExitStack() as stack:
+            for daemon in together:
+                stack.enter_context(daemon)
+            measured.chains += _in_turns(together, seconds, progress)
+            if together[-1] is daemons[-1]:
+                measured.handing = daemons[-1].handing(seconds * _SHORT)
+    measured.memory = daemons[-1].memory
     return measured
+
+
+def _in_turns(daemons: Sequence[_Daemon], seconds: float, progress: Progress) -> list[Chain]:
+    """Each daemon's chain, measured a part of the time at a time, so that whatever else the machine does meets all of
+    them; as one part where a chunk takes too long for that.
+    """
+    laps = [daemon.warm(min(_WARM, seconds)) for daemon in daemons]
+    turns = 1 if len(daemons) == 1 else max(1, min(_TURNS, int(seconds / (_CHUNKS * max(laps)))))
+    parts: list[list[Chain]] = [[] for _ in daemons]
+    for turn in range(turns):
+        for d in sorted(range(len(daemons)), reverse=turn % 2 == 1):
+            done = sum(map(len, parts)) / len(daemons) / turns
+
+            def tell(share: float, note: str, done: float = done) -> None:
+                progress(int(1000 * (done + share / len(daemons) / turns)), 1000, note)
+
+            parts[d].append(daemons[d].measure(seconds / turns, _CHUNKS / turns, tell))
+    return [verdict.joined(part) for part in parts]
 
 
 def _numbers(most: int) -> list[int]:
@@ -540,14 +566,17 @@ class _Daemon:
     """A daemon of one's own with so many workers, and a Loader that does nothing with what it gets.
 
     Attributes:
-        memory, handing: as in `Profile`, once it was measured.
+        number: of workers, of GPUs of the threads of each one's worker.
+        memory: as in `Profile`, once it was measured.
     """
 
     def __init__(self, config: Config, name: str, index: Index, team: Crew, number: int) -> None:
+        self.number = number
         self._name = name
         self._stream = config.streams[name]
         self._index = index
         self._cache = config.cache_folder
+        self._stack = contextlib.ExitStack()
         self._workers = number * max(1, len(team.devices))
         key = "threads" if team.devices else "processes"
         in_flight = team.chunks - team.processes + (team.processes if team.devices else number)
@@ -573,25 +602,21 @@ class _Daemon:
         except ConfigError:
             usual = all_streams.fewest
         self.memory = Memory(0, 0, 0, layout.stride, need.fewest, usual)
-        self.handing: float | None = None
 
     @staticmethod
     def _rows(index: Index) -> int:
         """Of a batch."""
         return min(_BATCH, len(index))
 
-    def measure(self, seconds: float, progress: Progress, *, last: bool) -> Chain:
-        """
-        Args:
-            last: whether to measure what the ring hands out, too.
-        """
+    def __enter__(self) -> _Daemon:
         output = self._stream.output
-        with tempfile.TemporaryDirectory(prefix="headrace-profile-") as place:
+        with contextlib.ExitStack() as stack:
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-profile-")))
             document = self._document | {"listen": [f"ipc://{place}/d.sock"]}
-            with (
-                serving(document, Path(place)) as address,
+            self._address = stack.enter_context(serving(document, place))
+            self._loader = stack.enter_context(
                 Loader(
-                    address,
+                    self._address,
                     stream=self._name,
                     batch_size=self._rows(self._index),
                     rank=0,
@@ -602,29 +627,47 @@ class _Daemon:
                     dtype="float16" if output.dtype == "bfloat16" else None,  # as many bytes, known to NumPy
                     output="numpy",
                     prefetch=self._prefetch,
-                ) as loader,
-            ):
-                chain = self._chain(address, loader, seconds, progress)
-                if last:
-                    self.handing = self._handing(address, loader, seconds * _SHORT)
-        return chain
+                )
+            )
+            self._batches = _endless(self._loader)
+            self._stack = stack.pop_all()
+        return self
 
-    def _chain(self, address: str, loader: Loader, seconds: float, progress: Progress) -> Chain:
-        batches = _endless(loader)
-        next(batches)
-        _take(batches, min(_WARM, seconds))
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def warm(self, seconds: float) -> float:
+        """Let workers and their caches begin; returns seconds that a worker takes for a chunk, about."""
+        next(self._batches)
+        began = time.perf_counter()
+        images = 0
+        while (spent := time.perf_counter() - began) < seconds:
+            images += len(next(self._batches).indices)
+        self._settle()
+        return spent * self._workers * self._stream.chunk / max(1, images)
+
+    def measure(self, seconds: float, chunks: float, tell: Callable[[float, str], None]) -> Chain:
+        """
+        Args:
+            chunks: that each worker is to render at least, if that does not take too long.
+            tell: is called with how much is done, and a note.
+        """
+        self._begin()
+        address, batches = self._address, self._batches
         before, cpu, (busy, stolen) = ping(address, timeout=_PING), self._cpu(address), machine_seconds()
         images, waited, began = 0, 0.0, time.perf_counter()
-        enough = _CHUNKS * self._workers * self._stream.chunk
+        enough = chunks * self._workers * self._stream.chunk
         while (spent := time.perf_counter() - began) < seconds or (images < enough and spent < _LONGER * seconds):
-            progress(int(spent * 10), int(seconds * 10), f", {images / spent:.0f} images/s" if images else "")
+            rate = f", {images / spent:.0f} images/s with {self.number}" if images else ""
+            tell(min(1.0, spent / seconds), rate)
             entered = time.perf_counter()
             images += len(next(batches).indices)
             waited += time.perf_counter() - entered
         spent = time.perf_counter() - began
         after, used, (busy_now, stolen_now) = ping(address, timeout=_PING), self._cpu(address), machine_seconds()
         all_cpus = spent * (os.cpu_count() or 1)
-        self._weigh(after, loader)
+        self._weigh(after, self._loader)
+        self._settle()
         chain = watched(before, after, spent, self._name)
         return replace(
             chain,
@@ -635,6 +678,22 @@ class _Daemon:
             others=max(0.0, (busy_now - busy - sum(mine.values())) / all_cpus),
             stolen=(stolen_now - stolen) / all_cpus,
         )
+
+    def _begin(self) -> None:
+        """Drop what was made while nobody looked, and let each worker end its first chunk: with that it says how long
+        it has waited for it.
+        """
+        images = -self._prefetch * self._loader.batch_size
+        while images < 2 * self._workers * self._stream.chunk:
+            images += len(next(self._batches).indices)
+
+    def _settle(self) -> None:
+        """Wait until all is there that was asked for, so that it disturbs nobody."""
+        until = time.monotonic() + _PING
+        while time.monotonic() < until:
+            if not any(client.outstanding for client in ping(self._address, timeout=_PING).clients):
+                return
+            time.sleep(0.02)
 
     def _cpu(self, address: str) -> dict[str, float]:
         pong = ping(address, timeout=_PING)
@@ -654,8 +713,9 @@ class _Daemon:
             consumer=(_PREFETCH + 2) * batch,
         )
 
-    def _handing(self, address: str, loader: Loader, seconds: float) -> float | None:
+    def handing(self, seconds: float) -> float | None:
         """Images per second out of a ring that holds them already; None where it does not hold them."""
+        address, loader = self._address, self._loader
         rows = loader.batch_size
         count = min(len(loader), int(self._slots * 0.6) * self._stream.chunk // rows)
         if count < 2:
@@ -687,12 +747,6 @@ class _Daemon:
 def _endless(loader: Loader) -> Iterator[Any]:
     while True:
         yield from loader
-
-
-def _take(batches: Iterator[Any], seconds: float) -> None:
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        next(batches)
 
 
 # -- a daemon that serves -----------------------------------------------------------------------------------------

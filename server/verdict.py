@@ -131,6 +131,34 @@ class Chain:
         return max(self.used, cpus * (1.0 - self.others - self.stolen))
 
 
+def joined(parts: Sequence[Chain]) -> Chain:
+    """What was watched in several parts, as one."""
+    seconds, images = sum(part.seconds for part in parts), sum(part.images for part in parts)
+
+    def total(what: str) -> dict[str, float]:
+        names = [name for part in parts for name in getattr(part, what)]
+        return {name: sum(getattr(part, what).get(name, 0.0) for part in parts) for name in dict.fromkeys(names)}
+
+    def share(what: str) -> float:
+        return sum(getattr(part, what) * part.seconds for part in parts) / seconds if seconds else 0.0
+
+    return Chain(
+        workers=parts[0].workers,
+        seconds=seconds,
+        images=images,
+        rendered=sum(part.rendered for part in parts),
+        stages=total("stages"),
+        wait=sum(part.wait for part in parts),
+        nbytes=sum(part.nbytes for part in parts),
+        cpu=total("cpu"),
+        client=parts[-1].client,  # of all that they have taken so far
+        waited=share("waited"),
+        consumers=parts[-1].consumers,
+        others=share("others"),
+        stolen=share("stolen"),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """

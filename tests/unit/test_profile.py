@@ -68,6 +68,45 @@ def test_the_chain_is_measured(measured: Profile) -> None:
     assert measured.best in measured.chains
 
 
+class Paced:
+    """A daemon whose worker takes so many seconds for a chunk, and that notes when it is measured."""
+
+    def __init__(self, number: int, lap: float, log: list[tuple[int, float, float]]) -> None:
+        self.number, self._lap, self._log = number, lap, log
+
+    def warm(self, seconds: float) -> float:
+        return self._lap
+
+    def measure(self, seconds: float, chunks: float, tell: Any) -> Chain:
+        tell(0.5, "")
+        self._log.append((self.number, seconds, chunks))
+        return Chain(self.number, seconds, 10 * self.number, 9, {"read": 0.5}, wait=0.25, others=0.1 * len(self._log))
+
+
+def test_numbers_of_workers_are_measured_in_turns() -> None:
+    log: list[tuple[int, float, float]] = []
+    told: list[int] = []
+    daemons: Any = [Paced(number, 0.1, log) for number in (1, 2)]
+    chains = profile._in_turns(daemons, 4.0, lambda done, total, note="": told.append(done))
+    assert [number for number, _, _ in log] == [1, 2, 2, 1, 1, 2, 2, 1]
+    assert {(seconds, chunks) for _, seconds, chunks in log} == {(1.0, 1.0)}
+    assert told == sorted(told) and 0 < told[0] < told[-1] < 1000
+    assert [(chain.workers, chain.seconds, chain.images, chain.rendered) for chain in chains] == [
+        (1, 4.0, 40, 36),
+        (2, 4.0, 80, 36),
+    ]
+    assert chains[0].stages == {"read": 2.0} and chains[0].wait == 1.0
+    assert [chain.others for chain in chains] == pytest.approx([0.45, 0.45])  # what the machine did met both alike
+
+
+@pytest.mark.parametrize(("laps", "turns"), [((0.5,), 1), ((0.1, 2.0), 1), ((0.1, 0.5), 2), ((0.001, 0.001), 4)])
+def test_a_chain_is_not_cut_into_less_than_some_chunks(laps: tuple[float, ...], turns: int) -> None:
+    log: list[tuple[int, float, float]] = []
+    daemons: Any = [Paced(number, lap, log) for number, lap in enumerate(laps, 1)]
+    profile._in_turns(daemons, 4.0, lambda *_: None)
+    assert len(log) == turns * len(laps)
+
+
 def test_what_follows_is_there(measured: Profile) -> None:
     assert measured.stream == "train" and "48 samples" in measured.what and "fake/1" in measured.what
     assert measured.forecasts and all(one.measured is None and one.basis == 1 for one in measured.forecasts)
