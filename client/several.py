@@ -75,8 +75,7 @@ class Servers:
             stop: a descriptor; when it becomes readable, `Interrupted` is raised.
 
         Raises:
-            StateError: two of them serve different pictures, or differ in the stream's defaults for the Loader, which is
-                being made.
+            StateError: two of them serve different pictures, or have other defaults for a Loader that is being made.
             RenderMismatch: two of them render differently, likewise, and `exact`.
             HeadraceError: none of them can be joined; says why, of each.
         """
