@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -134,6 +135,43 @@ def test_the_server_first_keeps_no_client_from_ending(photos: Path, home: Path, 
     assert taken.wait(SOON)
     waiting.join(SOON)
     assert not waiting.is_alive() and time.monotonic() - began < SOON
+
+
+@pytest.mark.kills
+def test_what_is_killed_with_all_its_group_starts_again_at_once_and_leaves_nothing(photos: Path, home: Path) -> None:
+    def lying_about() -> list[str]:
+        places = [home / "run", home / "tmp", home]
+        return [str(path) for place in places for path in sorted(place.iterdir())]
+
+    made = Daemon(home, {"train": stream(photos, size=8)}, workers=2, slots=4)
+    found: list[list[str]] = []
+    for _ in range(3):
+        made.start()
+        workers = made.ping().workers
+        with open_loader(made) as loader:
+            batches = iter(loader)
+            for _ in range(3):
+                next(batches)
+            os.killpg(made.pid, signal.SIGKILL)
+            made.kill()
+        until(lambda pids=workers: not any(Path(f"/proc/{pid}").exists() for pid in pids), "its workers' end")
+        found.append(lying_about())
+    assert found[1] == found[0] == found[2]
+
+
+def test_a_thousand_kept_batches_cost_no_descriptors_at_either_end(daemon: Daemon) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
+    try:
+        with open_loader(daemon, batch_size=1) as loader:
+            kept = [next(iter(loader))]
+            before = held(os.getpid())[0], held(daemon.pid)[0]
+            while len(kept) < 1000:
+                kept += loader
+            assert (held(os.getpid())[0], held(daemon.pid)[0]) == before
+        assert len({batch.images.__array_interface__["data"][0] for batch in kept}) == len(kept)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 TRAINER = """

@@ -243,6 +243,17 @@ def test_set_epoch_each_time_is_the_same_as_not_at_all(serve: Serve) -> None:
                 break
 
 
+def test_lightnings_way_to_set_the_epoch_is_the_same(serve: Serve) -> None:
+    with open_loader(serve()) as loader:
+        sampler = loader.batch_sampler
+        assert sampler.batch_size == 8
+        loader.load_state_dict(loader.state_dict() | {"position": 16})
+        sampler.sampler.set_epoch(0)  # as after a checkpoint in the middle
+        check(next(iter(loader)), list(range(16, 24)))
+        sampler.sampler.set_epoch(3)  # as after one at an epoch's end
+        check(next(iter(loader)), list(range(8)), epoch=3)
+
+
 def test_set_epoch_after_break_gives_that_epoch_from_its_beginning(serve: Serve) -> None:
     with open_loader(serve()) as loader:
         for _ in loader:

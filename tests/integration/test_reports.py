@@ -2,19 +2,19 @@
 
 one damaged file among many                  here; test_hard, test_loader_daemon
 errors that do not say which file            here; test_files
-files repaired in place                      test_files: a data set is never written to
+files repaired in place                      test_files: a data set is never written to; test_verify
 bad files in a row, last, or only            here; test_loader_daemon: only bad files are a prompt error
-four inks; turned; grey, palette, alpha      test_hard: inks, orientation, png
-fine patterns when shrunk                    test_pillow: stripes become grey, parity with torchvision
-samples that ranks do not divide             here; test_steps, test_assembly
+four inks; turned; grey, palette, alpha      test_hard: inks, orientation, png; test_pillow: turned or as stored
+fine patterns when shrunk                    test_pillow: stripes become grey, parity with torchvision; test_resume: recorded
+samples that ranks do not divide             here; test_resume, test_steps, test_assembly
 an empty last batch                          here; test_assembly
 the same order in each epoch                 here; test_loader_daemon
 the same random crops in each worker         here; test_equality
 subsets by ranks                             here
-a state in the middle of an epoch            here; test_equality, test_loader_iterating
-what a killed daemon leaves                  test_kills, test_packaging: nothing under a name in /dev/shm
+a state in the middle of an epoch            here; test_resume, test_equality, test_trainers
+what a killed daemon leaves                  test_endings, test_kills, test_packaging: nothing under a name in /dev/shm
 errors that cannot cross a border            here; test_errors
-descriptors of kept batches                  test_loader_faults: a thousand kept batches need no descriptors
+descriptors of kept batches                  test_endings; test_loader_daemon: fifty epochs
 classes without pictures                     here; test_layouts
 blanks, commas and line ends in names        here; test_listfile, test_cli
 dots in names                                here; test_shards: keys end at the first dot behind the last slash

@@ -19,7 +19,7 @@ from scripted import ScriptedDaemon, index_of, level
 from service import Daemon, Truth, stream
 
 from headrace import Batch, Loader
-from headrace.errors import StateError
+from headrace.errors import ConfigError, StateError
 
 numbers = st.integers(1, 30)
 worlds = st.integers(1, 5)
@@ -76,6 +76,29 @@ def test_in_every_epoch_the_ranks_get_each_position_once_in_as_many_steps_each_a
             dropped = sum(loader.stats()["epochs"][epoch]["dropped"] for loader in loaders)
             assert got == list(range(samples - dropped))
             assert dropped == (samples % (batch_size * world) if mode == "drop" else 0)
+
+
+@pytest.mark.parametrize("mode", ["drop", "partial", "pad"])
+@pytest.mark.parametrize("samples", [1, 3, 4, 10, 11, 13, 26])
+def test_four_ranks_share_what_they_do_not_divide(samples: int, mode: str) -> None:
+    """Beside the drawn ones, the numbers that people meet: each rank B positions in turn, copies only at the end."""
+    with scripted(samples, 4) as daemon:
+        with ranks_of(daemon, 4, batch_size=3, last_batch=mode) as loaders:
+            if mode == "drop" and samples < 12:
+                with pytest.raises(ConfigError, match=rf"{samples} samples \(N\)"):
+                    next(iter(loaders[0]))
+                return
+            for _ in range(3):
+                batches = [list(loader) for loader in loaders]
+                assert len({len(each) for each in batches}) == 1
+                sizes = {len(batch.indices) for each in batches for batch in each}
+                assert sizes <= ({1, 2, 3} if mode == "partial" else {3})
+                for rank, each in enumerate(batches):
+                    whole = range(samples // 12 * 12) if mode == "drop" else range(samples)
+                    assert [positions(batch, samples) for batch in each] == [
+                        [p for p in range(12 * step + 3 * rank, 12 * step + 3 * rank + 3) if p in whole]
+                        for step in range(len(each))
+                    ]
 
 
 lives = st.lists(st.tuples(worlds, batch_sizes, st.integers(0, 6), st.booleans()), min_size=1, max_size=6)
