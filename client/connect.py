@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -20,9 +21,10 @@ LONGEST_PATH = 107
 #: Seconds that a daemon's ZeroMQ takes to greet at most: no work of its own keeps it from that.
 _GREETING = 10.0
 
-#: How ZMTP 3 begins, and its whole greeting: its length, and where the name of the security mechanism is.
+#: How ZMTP 3 begins; of its whole greeting the length, where the security mechanism is, and the rest where it is none.
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03"
 _LENGTH = 64
+_KEYLESS = b"\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 _MECHANISM = slice(12, 32)
 
 #: Seconds between attempts at a Unix socket whose queue of connections is full.
@@ -163,7 +165,11 @@ def reach(address: str, *, timeout: float, stop: int, keys: bool = False) -> str
             except OSError as error:
                 trouble = error
                 continue
-            _agree(_greeting(sock, address, min(_GREETING, share), stop), address, keys=keys)
+            greeting = _greeting(sock, address, min(_GREETING, share), stop)
+            if not keys and greeting[_MECHANISM].startswith(b"CURVE"):
+                with contextlib.suppress(OSError):
+                    sock.sendall(_KEYLESS)  # so that the daemon's log tells of it
+        _agree(greeting, address, keys=keys)
         name, _ = socket.getnameinfo(place, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)
         return f"tcp://[{name}]:{port}" if family == socket.AF_INET6 else f"tcp://{name}:{port}"
     assert trouble is not None

@@ -92,12 +92,16 @@ class Gate:
 
     def tick(self) -> None:
         """Say who was turned away, at once and then once a minute."""
-        if not self._unknown + self._keyless or time.monotonic() - self._said < _SAY:
+        if time.monotonic() - self._said >= _SAY:
+            self._say()
+
+    def _say(self) -> None:
+        if not self._unknown + self._keyless:
             return
         self._said = time.monotonic()
         log.warning(
-            "turned away at tcp: %d connections with keys that `curve.clients` does not name%s; %d without a key, or "
-            "that expect another key than %s",
+            "connections over tcp turned away: %d with keys that `curve.clients` does not name%s; %d without a key, or "
+            "for another daemon than that of the key %s",
             self._unknown,
             self._last,
             self._keyless,
@@ -108,6 +112,7 @@ class Gate:
 
     def close(self) -> None:
         """To be called after the sockets that it answers for were closed."""
+        self._say()
         self._loop.unwatch(self._socket)
         self._socket.close(0)
 
@@ -124,7 +129,7 @@ class Gate:
         request = question[1] if len(question) > 1 else b""
         match question:
             case [version, _, domain, address, _, mechanism, key] if (
-                (version, domain, mechanism) == (_VERSION, _DOMAIN, b"CURVE")
+                (version, domain, mechanism, len(key)) == (_VERSION, _DOMAIN, b"CURVE", 32)
             ):  # fmt: skip
                 if (name := self._keys.clients.get(key)) is not None:
                     return [_VERSION, request, b"200", b"OK", name.encode(), b""]
