@@ -241,15 +241,7 @@ class Storm:
         for server in self.servers:
             until(lambda server=server: server.ask(2.0) is not None, f"server {server.number} {when}")
         for _ in range(2):
-            sizes = [client.trainer.record.stat().st_size if client.trainer.record.exists() else 0 for client in
-                     self.clients]  # fmt: skip
-            until(
-                lambda sizes=sizes: all(
-                    client.trainer.record.exists() and client.trainer.record.stat().st_size > size
-                    for client, size in zip(self.clients, sizes, strict=True)
-                ),
-                f"all trainers to go on {when}: {self._still()}",
-            )
+            self._all_go_on()
             time.sleep(1.5)
         for server in self.servers:
             until(
@@ -265,8 +257,6 @@ class Storm:
         kinds = self._kinds()
         names, weights = list(kinds), [weight for weight, _ in kinds.values()]
         start = time.monotonic()
-        for client in self.clients:
-            client.moved = start
         at = start + 0.2
         while at < start + self.seconds:
             self._until(at)
@@ -306,7 +296,7 @@ class Storm:
                 client.moved = now
                 continue
             assert client.trainer.process is not None
-            size = client.trainer.record.stat().st_size if client.trainer.record.exists() else 0
+            size = _size(client.trainer.record)
             if client.trainer.process.poll() is not None:
                 why = _tail(client.trainer.log)
                 # A Loader is not made where no server is there; whoever starts trainers starts them again.
@@ -325,8 +315,14 @@ class Storm:
                     f"trainer {client.number} got nothing for {STUCK:g} s: {_tail(client.trainer.log)}"
                 )
 
-    def _still(self) -> str:
-        return ", ".join(f"{c.number}: {_tail(c.trainer.log, 300)}" for c in self.clients)
+    def _all_go_on(self) -> None:
+        """Wait until each trainer has got a batch more."""
+        start = time.monotonic()
+        for client in self.clients:
+            client.moved = start
+        before = [_size(client.trainer.record) for client in self.clients]
+        while any(_size(c.trainer.record) <= size for c, size in zip(self.clients, before, strict=True)):
+            self._until(time.monotonic() + 0.05)
 
     def _end(self) -> None:
         """Everybody ends as one asks them to."""
@@ -586,7 +582,7 @@ class Storm:
         pause = self.random.uniform(0.0, 1.0)
 
         def start() -> None:
-            client.begun = client.trainer.record.stat().st_size
+            client.begun = _size(client.trainer.record)
             client.trainer.start(prefix=client.prefix)
             client.lives += 1
             client.away = client.held = False
@@ -725,6 +721,10 @@ def _command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def _tail(file: Path, size: int = 3000) -> str:
