@@ -46,7 +46,7 @@ from headrace.pipeline.colour import Step
 from headrace.pipeline.cuda import CudaError, Device
 from headrace.pipeline.graph import Executor, Form
 from headrace.pipeline.paint import paint
-from headrace.pipeline.pillow import PillowBackend, decode, show
+from headrace.pipeline.pillow import PillowBackend, decode, levels, show
 from headrace.pipeline.probe import BadPicture, Picture
 from headrace.pipeline.transforms import Params
 from headrace.pipeline.view import View
@@ -60,8 +60,12 @@ gc.freeze()
 #: Pipelines that are kept; one takes ten milliseconds to build, and some threads.
 _PIPELINES = 8
 
-#: Pixels after which memory that is free goes back to the system, which takes some ten milliseconds.
+#: Pixels after which memory that is free goes back to the system, which takes some ten milliseconds. Until then glibc
+#: keeps so many bytes of it, for which the kernel would else look for pages and clear them with each picture; blocks
+#: from that size on never stay.
 _TIDY_PIXELS = 1 << 29
+_KEPT_BYTES = 64 << 20
+_KEPT_BLOCK = 32 << 20
 
 #: Pixels of the window for one of the result, from which on DALI's bilinear filter is the faster one on a CPU: by up to
 #: two fifths, where below it takes half as much again as Pillow's. Measured with results of 128 to 384 pixels; with the
@@ -102,6 +106,8 @@ class DaliBackend:
             hw_decoder_load=options.hw_decoder_load,
         )
         self._cpu = not gpu
+        if self._cpu:
+            _keep()
         self._through = gpu if through is None else through
         self._parts = not gpu or options.gpu_parts
         self._batch_pixels = options.batch_pixels
@@ -351,7 +357,7 @@ def _finished(task: _Task, i: int, image: NDArray[np.uint8], start: tuple[int, i
     if colour:
         shown = paint(shown, colour, i)
         task.lap("colour", nbytes=task.out[i].nbytes)
-    return np.asarray(shown)
+    return levels(shown)
 
 
 def _image(pixels: NDArray[np.uint8]) -> Image.Image:
@@ -404,6 +410,17 @@ def _arrays(output: Any) -> list[NDArray[np.uint8]]:
     """Of a list of tensors, without a copy where they are on the CPU."""
     here = output.as_cpu()
     return [np.asarray(here[k]) for k in range(len(here))]
+
+
+#: Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def _keep() -> None:
+    with suppress(AttributeError):  # of a libc that is not glibc
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK)
 
 
 def _trim() -> None:

@@ -87,8 +87,10 @@ def build(form: Form, executor: Executor) -> Pipeline:
         num_threads=executor.threads,
         device_id=executor.device,
         prefetch_queue_depth=1,
-        # The executor that does least beside the work; on a GPU the one that gives memory back.
-        **({} if gpu else {"exec_async": False, "exec_pipelined": False, "exec_dynamic": False}),
+        # The executor that gives memory back, and on the CPU does not copy encoded bytes into memory for a GPU. There
+        # it works while it is asked to, and not ahead.
+        exec_dynamic=True,
+        **({} if gpu else {"exec_async": False, "exec_pipelined": False}),
     )
     with pipeline:
         images, last = _decoded(form, executor)
