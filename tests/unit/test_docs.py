@@ -124,6 +124,31 @@ def test_the_map_names_every_module_and_none_that_does_not_exist(folder: str) ->
     assert sorted(named) == sorted(file.stem for file in (ROOT / folder).glob("*.py"))
 
 
+# -- guarantees -------------------------------------------------------------------------------------------------
+
+GUARANTEES = (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")
+HOLD = re.findall(r"\[(test_\w+|Test\w+)\]\(\.\./(tests/[\w/]+\.py)\)", GUARANTEES)
+
+
+def test_what_is_said_to_hold_a_promise_is_a_test() -> None:
+    found: dict[str, set[str]] = {}
+    for _, file in HOLD:
+        if file not in found:
+            body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+            found[file] = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+            found[file] |= {ast.unparse(node.targets[0]) for node in body if isinstance(node, ast.Assign)}
+    assert [name for name, file in HOLD if name not in found[file]] == []
+
+
+def test_every_promise_has_tests_that_hold_it() -> None:
+    promised = GUARANTEES.partition("## What is not promised")[0]
+    points = re.split(r"^- ", promised, flags=re.M)[1:]
+    assert len(points) > 25
+    for point in points:
+        assert re.search(r"\[[tT]est\w+\]\(", point), point
+    assert len(re.findall(r"\.\./tests/", GUARANTEES)) == len(HOLD)
+
+
 # -- configuration ----------------------------------------------------------------------------------------------
 
 STREAM: dict[str, Any] = {"dataset": {"folder": "/data"}, "transforms": [{"center_crop": {"size": 8}}]}
