@@ -598,7 +598,7 @@ def levels_apart(extra_samples: Path, chain: list[Transform]) -> Pixels:
     """Between photographs that were reduced while decoding and those that were not."""
     files = sorted((extra_samples / "photos").rglob("*.jpg"))[::8]
     pairs = [
-        [show(file.read_bytes(), chain, i, scaling).astype(int) for scaling in (True, False)]
+        [show(file.read_bytes(), chain, i, dct_scaling=scaling).astype(int) for scaling in (True, False)]
         for i, file in enumerate(files)
     ]
     return np.array([np.abs(ours - exact) for ours, exact in pairs])
