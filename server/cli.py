@@ -119,6 +119,7 @@ def serve(
     from headrace.pipeline.spec import Config
     from headrace.server.exporter import Exporter
     from headrace.server.listener import Listener, private_folder, tcp_endpoint
+    from headrace.server.quiet import quiet
     from headrace.server.service import Service
 
     loaded = Config.load(config)
@@ -137,6 +138,7 @@ def serve(
         if exporter is not None:
             opened.callback(exporter.close)
         log.info("the log is this, standard error; process %d", os.getpid())
+        quiet()
         if insecure and keys:
             log.warning("--insecure: over tcp keys are asked for all the same; only at the port for metrics none are")
         elif insecure:

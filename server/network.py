@@ -44,6 +44,8 @@ _QUEUE = 2 * (protocol.MAX_OUTSTANDING + 256)
 _SOONEST, _LATEST = 0.005, 0.25
 #: Bytes of a field that is copied: less than what it costs to keep account of it.
 _COPIED = 1 << 16
+#: Connections that wait to be taken: of more the kernel lets the others try again, a second later.
+_BACKLOG = 1024
 #: Bytes of an identity that libzmq has given.
 _IDENTITY = 5
 #: Seconds that last words get when the daemon ends.
@@ -272,11 +274,11 @@ class Network:
             taken += len(frames)
             identity = head.bytes
             # Identities that libzmq gave are a zero and a number; one that a peer has chosen could be another's later.
-            if len(frames) != 1 or len(identity) != _IDENTITY or not identity.startswith(b"\0"):
+            chosen = len(identity) != _IDENTITY or not identity.startswith(b"\0")
+            if len(frames) != 1 or chosen or (fd := _source(frames[0])) is None:
                 self.nonsense += 1
                 continue
             # The connection may have ended, and the descriptor be another's by now: then that one is given credit.
-            fd = int(frames[0].get(zmq.SRCFD))
             self._spoke[identity] = fd, time.monotonic()
             if (peer := self._connections.get(fd)) is not None:
                 peer.heard += _wire_bytes(len(frames[0]) + (0 if self.gate is None else OVERHEAD))
@@ -378,6 +380,7 @@ def make_router(context: zmq.Context[zmq.Socket[bytes]], *, threads: range) -> z
     """A ROUTER that says when a message cannot be sent, and takes none that is too large."""
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.AFFINITY, sum(1 << thread for thread in threads))
+    router.setsockopt(zmq.BACKLOG, _BACKLOG)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # without it a message that does not fit vanishes
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.MAXMSGSIZE, protocol.CLIENT_LIMIT)
@@ -394,6 +397,16 @@ def send(router: zmq.Socket[bytes], identity: bytes, message: Message) -> bool:
     except zmq.ZMQError:
         return False
     return True
+
+
+def _source(frame: zmq.Frame) -> int | None:
+    """The descriptor of the connection over which it came. libzmq knows it of no peer that speaks ZMTP 1 or 2, and of
+    none that had ended before it was looked at.
+    """
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 def _received(connection: socket.socket) -> int:

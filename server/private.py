@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.server.quiet import quiet
+
 if TYPE_CHECKING:
     from headrace.pipeline.spec import Config
 
@@ -130,6 +132,7 @@ def _log_to(file: Path) -> None:
     os.dup2(fd, 2)
     os.close(fd)
     logging.basicConfig(format=_FORMAT, level=logging.INFO, stream=sys.stderr)
+    quiet()
 
 
 if __name__ == "__main__":

@@ -295,6 +295,22 @@ def test_a_peer_with_an_identity_of_its_own_choice_or_more_than_one_frame_is_not
     assert not hub.heard
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_message_of_a_protocol_before_this_one_is_not_heard_and_ends_nothing(
+    hubs: Callable[..., Hub], peers: Callable[..., zmq.Socket[bytes]], version: int
+) -> None:
+    """libzmq hands such messages on, but not what it knows of others."""
+    hub = hubs()
+    port = int(hub.endpoint.rpartition(":")[2])
+    greeting = b"\x01\0" if version == 1 else b"\xff" + bytes(7) + b"\x01\x7f\x01\x05\0\0"
+    message = bytes([len(PING) + 1, 0]) + PING if version == 1 else bytes([0, len(PING)]) + PING
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(greeting + message)
+        hub.until(lambda: hub.network.nonsense == 1)
+        hub.lane(peers(hub.endpoint))
+    assert len(hub.heard) == 1
+
+
 def test_connections_beyond_the_most_are_cut_off_and_the_others_go_on(
     hubs: Callable[..., Hub], peers: Callable[..., zmq.Socket[bytes]]
 ) -> None:
