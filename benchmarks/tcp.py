@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from PIL import Image
 
 from headrace import Loader, protocol
 from headrace.connect import connect
+from headrace.keys import Keys, read_pair
 from headrace.protocol import Attach, Attached, Get, Hello, Rows, Welcome
 
 CHUNK, SIZE = 32, 224
@@ -65,9 +66,11 @@ def main() -> int:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--router", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--secret-key", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.router:
-        bare_router()
+        bare_router(args.threads, args.secret_key)
         return 0
     if args.side is not None:
         print(json.dumps(side(args)))
@@ -120,47 +123,77 @@ def session(daemon: common.Daemon, count: int, chunks: int, window: int) -> dict
         pass
     with zmq.Context(io_threads=count) as context:
         control, *lanes = (dealer(context, welcome.endpoint) for _ in range(1 + count))
-        for number, socket in enumerate((control, *lanes)):
-            socket.send(protocol.encode(Attach(token=welcome.token, lane=number)))
-            assert isinstance(protocol.decode_remote_reply(socket.recv()), Attached)
-
-        def ask(number: int) -> None:
-            get = Get(token=welcome.token, request=number, epoch=0, chunk=number % CHUNKS)
-            control.send(protocol.encode(get))
-
-        def took(head: bytes) -> None:
-            assert isinstance(protocol.decode_remote_reply(head), Rows)
-
-        take(lanes, range(CHUNKS), window, ask, took)
-        meter = common.Meter(daemon=[daemon.pid], client=[os.getpid()])
-        nbytes = take(lanes, range(CHUNKS, CHUNKS + chunks), window, ask, took)
-        used = meter.read()
-        for socket in (control, *lanes):
-            socket.close()
+        attach(welcome, enumerate((control, *lanes)))
+        measured = fetch(daemon, welcome, control, lanes, chunks, window)
     channel.close()
+    return measured
+
+
+def attach(welcome: Welcome, sockets: Iterable[tuple[int, Socket]]) -> None:
+    """Take connections into the session, by number."""
+    for number, socket in sockets:
+        socket.send(protocol.encode(Attach(token=welcome.token, lane=number)))
+        assert isinstance(protocol.decode_remote_reply(socket.recv()), Attached)
+
+
+def fetch(
+    daemon: common.Daemon, welcome: Welcome, control: Socket, lanes: Sequence[Socket], chunks: int, window: int
+) -> dict[str, Any]:
+    """Chunk after chunk of one epoch, by connections that are closed then."""
+
+    def ask(number: int) -> None:
+        get = Get(token=welcome.token, request=number, epoch=0, chunk=number % CHUNKS)
+        control.send(protocol.encode(get))
+
+    def took(head: bytes) -> None:
+        assert isinstance(protocol.decode_remote_reply(head), Rows)
+
+    take(lanes, range(CHUNKS), window, ask, took)
+    meter = common.Meter(daemon=[daemon.pid], client=[os.getpid()])
+    nbytes = take(lanes, range(CHUNKS, CHUNKS + chunks), window, ask, took)
+    used = meter.read()
+    for socket in (control, *lanes):
+        socket.close()
     return result(chunks, nbytes, used)
 
 
-def bare(chunks: int, window: int) -> dict[str, Any]:
-    """The same from a ROUTER with nothing around it."""
-    with subprocess.Popen([sys.executable, __file__, "--router"], stdout=subprocess.PIPE, text=True) as router:
+def bare(chunks: int, window: int, *, lanes: int = 1, threads: int = 1, keys: Keys | None = None) -> dict[str, Any]:
+    """The same from a ROUTER with nothing around it.
+
+    Args:
+        lanes: connections.
+        threads: of ZeroMQ, on both sides.
+        keys: to encrypt with; the router's secret one lies beside the public one.
+    """
+    line = [sys.executable, __file__, "--router", "--threads", str(threads)]
+    if keys is not None:
+        line += ["--secret-key", str(keys.server_file.with_suffix(".key_secret"))]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as router:
         assert router.stdout is not None
-        with zmq.Context() as context:
-            socket = dealer(context, router.stdout.readline().strip())
+        with zmq.Context(io_threads=threads) as context:
+            endpoint = router.stdout.readline().strip()
+            sockets = [dealer(context, endpoint, keys) for _ in range(lanes)]
             request = bytes(len(protocol.encode(Get(token=bytes(16), request=1 << 20, epoch=0, chunk=CHUNKS))))
-            take([socket], range(CHUNKS), window, lambda _: socket.send(request), len)
+
+            def ask(number: int) -> None:
+                sockets[number % lanes].send(request)
+
+            take(sockets, range(CHUNKS), window, ask, len)
             meter = common.Meter(daemon=[router.pid], client=[os.getpid()])
-            nbytes = take([socket], range(chunks), window, lambda _: socket.send(request), len)
+            nbytes = take(sockets, range(chunks), window, ask, len)
             used = meter.read()
-            socket.close()
+            for socket in sockets:
+                socket.close()
         router.kill()
     return result(chunks, nbytes, used)
 
 
-def bare_router() -> None:
+def bare_router(threads: int, secret_key: Path | None) -> None:
     """Answers every request with the frames of a chunk, out of buffers that are used in turn."""
-    with zmq.Context() as context:
+    with zmq.Context(io_threads=threads) as context:
         router = context.socket(zmq.ROUTER)
+        if secret_key is not None:
+            router.curve_server, router.curve_secretkey = True, read_pair(secret_key, "--secret-key").secret
         router.bind("tcp://127.0.0.1:*")
         print(router.last_endpoint.decode(), flush=True)
         head = protocol.encode(
@@ -182,9 +215,11 @@ def bare_router() -> None:
             del frame
 
 
-def dealer(context: zmq.Context[Socket], endpoint: str) -> Socket:
+def dealer(context: zmq.Context[Socket], endpoint: str, keys: Keys | None = None) -> Socket:
     made = context.socket(zmq.DEALER)
     made.linger, made.rcvhwm = 0, 0
+    if keys is not None:
+        keys.secure(made)
     made.connect(endpoint)
     return made
 
