@@ -54,6 +54,7 @@ class Daemon:
         tcp: listen at a port of loopback too; it stays the same when the daemon is started again. Or where else to
             listen, `tcp://ADDRESS:PORT`.
         metrics: at a port of loopback.
+        keys: for tcp: the daemon's secret ones, and those of who may connect.
 
     Attributes:
         address, tcp_address: where it listens; the second is known once it has started.
@@ -71,12 +72,15 @@ class Daemon:
         name: str = "d",
         tcp: bool | str = False,
         metrics: bool = False,
+        keys: tuple[Path, Path] | None = None,
     ) -> None:
         self.address = f"ipc://{folder}/{name}.sock"
         self.config = folder / f"{name}.yaml"
         self.log = folder / f"{name}.log"
         self.tcp_address = tcp if isinstance(tcp, str) else "tcp://127.0.0.1:0" if tcp else ""
         document: dict[str, Any] = {"workers": {"processes": workers, "backend": backend}, "streams": streams}
+        if keys is not None:
+            document["curve"] = {"secret_key": str(keys[0]), "clients": [str(keys[1])]}
         if metrics:
             document["metrics"] = "127.0.0.1:0"
         if slots is not None:
@@ -104,7 +108,8 @@ class Daemon:
 
     def launch(self, *, limit_descriptors: int | None = None, prefix: Sequence[str] = ()) -> None:
         """As `start`, without waiting."""
-        everywhere = [] if "//127.0.0.1:" in (self.tcp_address or "//127.0.0.1:") else ["--insecure"]
+        near = not self.tcp_address or "//127.0.0.1:" in self.tcp_address
+        everywhere = [] if near or "curve" in self._document else ["--insecure"]
         limit = [] if limit_descriptors is None else ["prlimit", f"--nofile={limit_descriptors}"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(

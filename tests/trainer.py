@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=None, help="end after so many batches of this run")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--on-bad-sample", default=None)
+    parser.add_argument("--secret-key", default=None, help="for tcp, and --server-key the server's")
+    parser.add_argument("--server-key", default=None)
     parser.add_argument("--silence", type=int, default=None, help="milliseconds after which a daemon over tcp is gone")
     args = parser.parse_args()
     ends: list[int] = []
@@ -57,6 +59,7 @@ def main() -> None:
             dtype="uint8",
             layout="NHWC",
             transport=args.transport,
+            curve={"secret_key": args.secret_key, "server": args.server_key} if args.secret_key else None,
         ) as loader,
         args.record.open("ab") as record,
     ):

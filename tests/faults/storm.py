@@ -43,6 +43,7 @@ from proxy import Proxy, Stretch
 from service import Daemon, Trainer, Truth, stream, until, with_timings
 
 from headrace.errors import HeadraceError
+from headrace.keys import generate
 from headrace.ping import ping
 from headrace.protocol import Pong
 from headrace.server.second_host import Host, NotPossible, two_hosts
@@ -158,7 +159,8 @@ class Storm:
     """
     Args:
         folder: for all files.
-        cable: the trainers over tcp are on another host, at the end of a virtual cable; else proxies are between.
+        keys: all that goes over tcp is encrypted.
+        hosts: the trainers over tcp are on the second one, servers on the first; else proxies are between.
     """
 
     def __init__(
@@ -169,6 +171,7 @@ class Storm:
         seed: int,
         trainers: int,
         servers: int,
+        keys: bool = False,
         hosts: tuple[Host, Host] | None = None,
     ) -> None:
         self.folder = folder
@@ -186,13 +189,15 @@ class Storm:
         pictures = _pictures(folder)
         streams = {"train": stream(pictures)}
         self.truth = Truth(folder / "s0.yaml", folder / "cache")
+        self.keys = [generate(folder / "keys", name) for name in ("server", "trainer")] if keys else []
         ports = self.random.sample(PORTS, 4 * servers)
         ip = hosts[0].ip if hosts else "127.0.0.1"
         self.servers = []
         for i in range(servers):
             port = next(p for p in ports[4 * i :] if _free(p))
             address = f"tcp://{ip}:{port}"
-            daemon = Daemon(folder, streams, workers=WORKERS, slots=SLOTS, name=f"s{i}", tcp=address)
+            keys = (self.keys[0][1], self.keys[1][0]) if self.keys else None
+            daemon = Daemon(folder, streams, workers=WORKERS, slots=SLOTS, name=f"s{i}", tcp=address, keys=keys)
             self.servers.append(Server(i, daemon, tuple(hosts[0].command()) if hosts else ()))
         self.clients: list[Client] = []
         for i in range(trainers):
@@ -213,9 +218,10 @@ class Storm:
                 proxies.append(Proxy(there))
                 addresses.append(proxies[-1].address)
         batch, pace = BATCHES[number % len(BATCHES)], PACES[number % len(PACES)]
+        keys = {"secret_key": self.keys[1][1], "server_key": self.keys[0][0]} if self.keys and far else {}
         trainer = Trainer(
             ",".join(addresses), self.folder / f"t{number}.jsonl", batch_size=batch, epochs=10**6, pause=batch / pace,
-            transport="tcp" if far else "auto", on_bad_sample="mask", silence=SILENCE,
+            transport="tcp" if far else "auto", on_bad_sample="mask", silence=SILENCE, **keys,
         )  # fmt: skip
         return Client(number, trainer, proxies, tuple(self.hosts[1].command()) if self.hosts and far else ())
 
@@ -776,6 +782,7 @@ def main() -> int:
     parser.add_argument("--trainers", type=int, default=3)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--cable", action="store_true", help="between network namespaces, in place of proxies")
+    parser.add_argument("--keys", action="store_true", help="encrypt all that goes over tcp")
     parser.add_argument("--keep", action="store_true", help="leave the folder with all logs, and say where it is")
     args = parser.parse_args()
     os.environ.setdefault(leaks.TOKEN, uuid.uuid4().hex)
@@ -789,7 +796,7 @@ def main() -> int:
         with contextlib.ExitStack() as stack:
             hosts = stack.enter_context(two_hosts()) if args.cable else None
             storm = Storm(folder, seconds=args.seconds, seed=args.seed, trainers=args.trainers, servers=args.servers,
-                          hosts=hosts)  # fmt: skip
+                          keys=args.keys, hosts=hosts)  # fmt: skip
             try:
                 storm.run()
             except BaseException:

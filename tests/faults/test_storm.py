@@ -38,5 +38,5 @@ def test_ten_minutes_of_storm(seed: int, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.soak
 @pytest.mark.timeout(800)
 @pytest.mark.parametrize("seed", [1])
-def test_two_minutes_of_storm_between_two_hosts(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    storm(capsys, 120, f"--seed={seed}", "--cable")
+def test_two_minutes_of_storm_between_two_hosts_with_keys(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    storm(capsys, 120, f"--seed={seed}", "--cable", "--keys")
