@@ -102,7 +102,7 @@ class Daemon:
         if self.tcp_address:
             line = self._line()
             self.tcp_address = line.removeprefix("listening on ")
-            assert self.tcp_address.startswith("tcp://1"), (line, self.log.read_text())
+            assert self.tcp_address.startswith("tcp://"), (line, self.log.read_text())
             self._configure()
         return self
 

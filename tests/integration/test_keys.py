@@ -49,7 +49,8 @@ def site(folder: Path, photos: Path) -> Site:
         generate(folder / "keys", name)
     streams = {"train": stream(samples.links(photos, folder / "many", ENTRIES), chunk=4)}
     keys = folder / "keys/server.key_secret", folder / "keys/alice.key"
-    return Site(Daemon(folder, streams, slots=8, tcp=True, keys=keys), folder / "keys")
+    # Where other hosts reach it, without being told that this is insecure.
+    return Site(Daemon(folder, streams, slots=8, tcp="tcp://0.0.0.0:0", keys=keys), folder / "keys")
 
 
 @pytest.fixture(scope="module")
