@@ -42,11 +42,12 @@ import nvidia.dali as dali
 
 from headrace.pipeline import dali_colour, graph, jpeg
 from headrace.pipeline.backend import BackendFailed, Options
+from headrace.pipeline.canvas import Canvas, levels
 from headrace.pipeline.colour import Step
 from headrace.pipeline.cuda import CudaError, Device
 from headrace.pipeline.graph import Executor, Form
 from headrace.pipeline.paint import paint
-from headrace.pipeline.pillow import PillowBackend, decode, levels, show
+from headrace.pipeline.pillow import PillowBackend, decode, show
 from headrace.pipeline.probe import BadPicture, Picture
 from headrace.pipeline.transforms import Params
 from headrace.pipeline.view import View
@@ -63,7 +64,7 @@ _PIPELINES = 8
 #: Pixels after which memory that is free goes back to the system, which takes some ten milliseconds. Until then glibc
 #: keeps so many bytes of it, for which the kernel would else look for pages and clear them with each picture; blocks
 #: from that size on never stay.
-_TIDY_PIXELS = 1 << 29
+_TIDY_PIXELS = 1 << 31
 _KEPT_BYTES = 64 << 20
 _KEPT_BLOCK = 32 << 20
 
@@ -113,6 +114,7 @@ class DaliBackend:
         self._batch_pixels = options.batch_pixels
         self._gpu = _gpu(options.device) if gpu else None
         self._pillow = PillowBackend()
+        self._canvas = Canvas()
         self._pipelines: dict[Form, Any] = {}
         self._untidied = 0
         self.render_id = "/".join(self._identity(options))
@@ -215,13 +217,29 @@ class DaliBackend:
         task.lap("render" if form.size else "decode", len(rows), pixels)
         for k, i in enumerate(rows if self._gpu is None else ()):
             start = None if form.size else tuple(fed["start"][k].tolist())
-            image = images[k] if self._through else _finished(task, i, images[k], start)
+            image = images[k] if self._through else self._finished(task, i, images[k], start)
             task.out[i][...] = image
             task.lap("write", nbytes=task.out[i].nbytes)
         if self._cpu:
             self._tidy(form, sum(task.pixels(i) for i in rows))
         for i, corner in zip(rows, corners, strict=bool(corners)):
             self._judge(task, i, corner)
+
+    def _finished(
+        self, task: _Task, i: int, image: NDArray[np.uint8], start: tuple[int, int] | None
+    ) -> NDArray[np.uint8]:
+        """What Pillow and `paint` make of the decoded window, which starts there (y, x); None: it is resampled."""
+        colour = task.params.colour
+        if start is None and not colour:
+            return image
+        shown = self._canvas.image(image)
+        if start is not None:
+            shown = show(shown, task.views[i], task.params, offset=start[::-1])
+            task.lap("resize", nbytes=task.out[i].nbytes)
+        if colour:
+            shown = paint(shown, colour, i)
+            task.lap("colour", nbytes=task.out[i].nbytes)
+        return levels(shown)
 
     def _tidy(self, form: Form, pixels: int) -> None:
         """After a batch of so many pixels."""
@@ -343,29 +361,6 @@ def _for_dali(picture: Picture) -> bool:
     # DALI looks no further than to the last row, and not at what is missing before it.
     whole = jpeg.closed(picture.data) and jpeg.missing_parts(picture.data) is None
     return whole and (frame.width, frame.height) == picture.stored
-
-
-def _finished(task: _Task, i: int, image: NDArray[np.uint8], start: tuple[int, int] | None) -> NDArray[np.uint8]:
-    """What Pillow and `paint` make of the decoded window, which starts there (y, x); None: it is resampled."""
-    colour = task.params.colour
-    if start is None and not colour:
-        return image
-    shown = _image(image)
-    if start is not None:
-        shown = show(shown, task.views[i], task.params, offset=start[::-1])
-        task.lap("resize", nbytes=task.out[i].nbytes)
-    if colour:
-        shown = paint(shown, colour, i)
-        task.lap("colour", nbytes=task.out[i].nbytes)
-    return levels(shown)
-
-
-def _image(pixels: NDArray[np.uint8]) -> Image.Image:
-    """As `Image.fromarray`, which fills the image with black before it copies the pixels."""
-    height, width = pixels.shape[:2]
-    image = Image.new("RGB", (width, height), None)
-    image.frombytes(pixels, "raw", "RGB")
-    return image
 
 
 def _culprit(rows: Rows, text: str) -> int | None:

@@ -22,6 +22,7 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from headrace.pipeline import heif, jpeg, png
+from headrace.pipeline.canvas import levels
 from headrace.pipeline.paint import paint
 from headrace.pipeline.probe import BadPicture, Picture, pillow_quiet
 from headrace.pipeline.transforms import Params
@@ -267,16 +268,6 @@ def show(
     if turn is not None:
         small = small.transpose(turn)
     return small if small.mode == "RGB" else small.convert("RGB")
-
-
-def levels(image: Image.Image) -> NDArray[np.uint8]:
-    """Of an RGB image, (height, width, 3). `np.asarray` gets them in pieces, which it then puts together."""
-    encoder = Image._getencoder("RGB", "raw", ("RGB",))
-    encoder.setimage(image.im, (0, 0, *image.size))
-    _, status, data = encoder.encode(3 * image.width * image.height)
-    if status != 1:
-        raise RuntimeError(f"Pillow does not give its pixels: status {status}")
-    return np.frombuffer(data, np.uint8).reshape(image.height, image.width, 3)
 
 
 def _window(image: Image.Image, view: View, params: Params, reduction: int, offset: tuple[int, int]) -> Image.Image:
