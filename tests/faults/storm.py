@@ -184,6 +184,8 @@ class Storm:
         self.problems: list[str] = []
         self.before: dict[str, Usage] = {}
         self.after: dict[str, Usage] = {}
+        #: Of those that are spared, ten times in the storm.
+        self.course: dict[str, list[Usage]] = {}
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         pictures = _pictures(folder)
@@ -262,13 +264,16 @@ class Storm:
     def _blow(self) -> None:
         kinds = self._kinds()
         names, weights = list(kinds), [weight for weight, _ in kinds.values()]
-        start = time.monotonic()
+        start = look = time.monotonic()
         at = start + 0.2
         while at < start + self.seconds:
             self._until(at)
             if at > start + self.seconds / 2 and not self.servers[-1].spared:
                 # The last of each is killed no more: whatever leaks adds up there.
                 self.servers[-1].spared = self.clients[-1].spared = True
+            if at > look:
+                look += self.seconds / 20
+                self._take_course()
             kind = self.random.choices(names, weights)[0]
             if (what := kinds[kind][1]()) is not None:
                 self.faults[kind] += 1
@@ -398,6 +403,16 @@ class Storm:
                 with contextlib.suppress(OSError, psutil.Error):
                     found[f"worker {i} of server {server.number}"] = Usage.of(worker.pid)
         return found | {f"trainer {client.number}": Usage.of(client.trainer.pid) for client in self.clients}
+
+    def _take_course(self) -> None:
+        server, client = self.servers[-1], self.clients[-1]
+        for name, one, pid in (
+            (f"server {server.number}", server, server.daemon.process and server.daemon.pid),
+            (f"trainer {client.number}", client, client.trainer.process and client.trainer.pid),
+        ):
+            if one.spared and pid:
+                with contextlib.suppress(OSError, psutil.Error):
+                    self.course.setdefault(name, []).append(Usage.of(pid))
 
     def _settled(self) -> dict[str, Usage]:
         """As soon as nobody uses more than before; what has been cut off in the end is given time to be noticed."""
@@ -759,6 +774,10 @@ def table(storm: Storm, accounts: list[Accounts]) -> str:
         )
     for name, before in storm.before.items():
         lines.append(f"{name}: {before} before, {storm.after.get(name, 'gone')} after")
+    for name, course in storm.course.items():
+        memory = " ".join(f"{usage.memory / 1e6:.1f}" for usage in course)
+        most = max(usage.descriptors for usage in course), max(usage.threads for usage in course)
+        lines.append(f"{name} in the second half: {memory} MB, at most {most[0]} descriptors and {most[1]} threads")
     return "\n".join(lines)
 
 
