@@ -94,7 +94,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pong | ConnectionL
     """Of the daemon, in turn."""
     given: list[Pong | ConnectionLost] = []
 
-    def ping(address: str, *, timeout: float) -> Pong:
+    def ping(address: str, *, timeout: float, curve: object = None) -> Pong:
         answer = given.pop(0)
         if isinstance(answer, ConnectionLost):
             raise answer
