@@ -21,16 +21,13 @@ import json
 import os
 import random
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -39,15 +36,13 @@ import leaks
 import photos
 import psutil
 from accounts import Accounts
-from proxy import Proxy, Stretch
+from cast import Client, Server, Usage, size_of, tail
+from proxy import Proxy
 from service import Daemon, Trainer, Truth, stream, until, with_timings
+from weather import Weather
 
-from headrace.errors import HeadraceError
 from headrace.keys import generate
-from headrace.ping import ping
-from headrace.protocol import Pong
 from headrace.server.second_host import Host, NotPossible, two_hosts
-from headrace.server.usage import own_bytes
 
 #: Of a data set, with the bad ones.
 SAMPLES, BAD = 300, 3
@@ -61,98 +56,10 @@ SILENCE = 3000
 STUCK = 45.0
 #: Faults a second.
 RATE = 2.5
-#: By how much what is flat may have grown: bytes, as a share and beside it; descriptors.
-GROWTH, SPARE, FEW = 0.25, 12 << 20, 2
 #: Seconds until connections that were left half open, whose end nobody told, are gone everywhere.
 SETTLING = 15.0
 #: No port that the kernel gives away: a server that is started again must find its own free.
 PORTS = range(20_000, 32_000)
-
-
-@dataclass(eq=False)
-class Server:
-    """A daemon and what is being done to it. `held`: it is stopped; `spared`: it is killed no more."""
-
-    number: int
-    daemon: Daemon
-    prefix: tuple[str, ...] = ()
-    held: bool = False
-    spared: bool = False
-    lives: int = 1
-    seen: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def up(self) -> bool:
-        return self.daemon.process is not None
-
-    def workers(self) -> list[psutil.Process]:
-        with contextlib.suppress(psutil.Error):
-            children = psutil.Process(self.daemon.pid).children()
-            return [child for child in children if "headrace.workers.worker" in " ".join(_command(child))]
-        return []
-
-    def idle(self) -> bool:
-        """Whether nobody has a session, a slot or a request any more."""
-        if (pong := self.ask(5.0)) is None or (status := pong.streams["train"]) is None:
-            return False
-        return pong.sessions == status.leased == status.waiting == status.filling == 0
-
-    def ask(self, timeout: float) -> Pong | None:
-        with contextlib.suppress(HeadraceError):
-            return ping(self.daemon.address, timeout=timeout)
-        return None
-
-
-@dataclass(eq=False)
-class Client:
-    """A trainer, the proxies between it and the servers, and what is done to it. `away`: it ends, or has ended.
-
-    Attributes:
-        size: of its record; begun: what it was at the beginning of this life; moved: when that grew last;
-            longest: seconds that it did not, while nothing held it up.
-    """
-
-    number: int
-    trainer: Trainer
-    proxies: list[Proxy]
-    prefix: tuple[str, ...] = ()
-    held: bool = False
-    away: bool = False
-    spared: bool = False
-    lives: int = 1
-    size: int = 0
-    begun: int = 0
-    moved: float = 0.0
-    longest: float = 0.0
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Of a process: bytes of its own memory, descriptors, threads, children."""
-
-    memory: int
-    descriptors: int
-    threads: int
-    children: int
-
-    @classmethod
-    def of(cls, pid: int) -> Usage:
-        threads, descriptors = len(os.listdir(f"/proc/{pid}/task")), len(os.listdir(f"/proc/{pid}/fd"))
-        return cls(own_bytes(pid), descriptors, threads, len(psutil.Process(pid).children(recursive=True)))
-
-    def flat(self, before: Usage) -> bool:
-        return (
-            self.memory <= before.memory * (1 + GROWTH) + SPARE
-            and self.descriptors <= before.descriptors + FEW
-            and self.threads <= before.threads
-            and self.children <= before.children
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"{self.memory / 1e6:.1f} MB, {self.descriptors} descriptors, {self.threads} threads, "
-            f"{self.children} children"
-        )
 
 
 class Storm:
@@ -204,6 +111,7 @@ class Storm:
         self.clients: list[Client] = []
         for i in range(trainers):
             self.clients.append(self._client(i))
+        self.weather = Weather(self.servers, self.clients, self.random, self._later, seconds=seconds, hosts=hosts)
 
     def _client(self, number: int) -> Client:
         """Every third one by shared memory alone, every third over tcp alone, every third by way of both."""
@@ -262,7 +170,7 @@ class Storm:
             )
 
     def _blow(self) -> None:
-        kinds = self._kinds()
+        kinds = self.weather.kinds()
         names, weights = list(kinds), [weight for weight, _ in kinds.values()]
         start = look = time.monotonic()
         at = start + 0.2
@@ -301,38 +209,34 @@ class Storm:
         for server in self.servers:
             if server.up and server.daemon.process is not None and (code := server.daemon.process.poll()) is not None:
                 raise AssertionError(f"server {server.number} has ended by itself with status {code}: "
-                                     f"{_tail(server.daemon.log)}")  # fmt: skip
+                                     f"{tail(server.daemon.log)}")  # fmt: skip
         for client in self.clients:
             if client.away or client.held:
                 client.moved = now
                 continue
             assert client.trainer.process is not None
-            size = _size(client.trainer.record)
+            size = size_of(client.trainer.record)
             if client.trainer.process.poll() is not None:
-                why = _tail(client.trainer.log)
+                why = tail(client.trainer.log)
                 # A Loader is not made where no server is there; whoever starts trainers starts them again.
-                if size > client.begun or not why.rstrip().splitlines()[-1].startswith(
-                    "headrace.errors.ConnectionLost"
-                ):
+                if size > client.begun or "\nheadrace.errors.ConnectionLost" not in why[why.rstrip().rfind("\n") :]:
                     raise AssertionError(f"trainer {client.number} has ended by itself: {why}")
                 client.away = True
-                self._say(f"trainer {client.number} found nobody: {self._trainer_again(client)}")
+                self._say(f"trainer {client.number} found nobody: {self.weather.start_again(client)}")
                 continue
             client.longest = max(client.longest, now - client.moved)
             if size != client.size:
                 client.size, client.moved = size, now
             elif now - client.moved > STUCK:
-                raise AssertionError(
-                    f"trainer {client.number} got nothing for {STUCK:g} s: {_tail(client.trainer.log)}"
-                )
+                raise AssertionError(f"trainer {client.number} got nothing for {STUCK:g} s: {tail(client.trainer.log)}")
 
     def _all_go_on(self) -> None:
         """Wait until each trainer has got a batch more."""
         start = time.monotonic()
         for client in self.clients:
             client.moved = start
-        before = [_size(client.trainer.record) for client in self.clients]
-        while any(_size(c.trainer.record) <= size for c, size in zip(self.clients, before, strict=True)):
+        before = [size_of(client.trainer.record) for client in self.clients]
+        while any(size_of(c.trainer.record) <= size for c, size in zip(self.clients, before, strict=True)):
             self._until(time.monotonic() + 0.05)
 
     def _end(self) -> None:
@@ -345,7 +249,7 @@ class Storm:
             client.trainer.wait(30)
         for server in self.servers:
             until(lambda server=server: server.idle(), f"server {server.number} to get back what was lent")
-            self._count(server)
+            server.count()
             if (status := server.daemon.stop()) != 0:
                 self.problems.append(f"server {server.number} ends with status {status}")
         for proxy in self._proxies():
@@ -426,289 +330,9 @@ class Storm:
                 return found
             time.sleep(0.5)
 
-    def _count(self, server: Server) -> None:
-        """What it has done in this life."""
-        if (pong := server.ask(2.0)) is not None and (status := pong.streams["train"]) is not None:
-            server.seen.update(computed=status.computed, recomputed=status.recomputed, delivered=status.delivered,
-                               hits=status.hits, failed=status.failed, deaths=pong.deaths)  # fmt: skip
-
     def _say(self, text: str) -> None:
         self.log.write(f"{time.monotonic() - self.began:8.3f} {text}\n")
         self.log.flush()
-
-    # -- what is done -------------------------------------------------------------------------------------------
-
-    def _kinds(self) -> dict[str, tuple[int, Callable[[], str | None]]]:
-        """By name: how often, and what does it. That says to whom, or None if there is nobody to do it to."""
-        kinds: dict[str, tuple[int, Callable[[], str | None]]] = {
-            "worker killed": (10, self._kill_worker),
-            "worker stopped": (6, self._stop_worker),
-            "workers slowed": (6, self._slow_workers),
-            "server killed": (4, self._kill_server),
-            "server ended and started": (3, self._restart_server),
-            "server stopped": (6, self._stop_server),
-            "trainer killed": (5, self._kill_trainer),
-            "trainer ended and started": (3, self._restart_trainer),
-            "trainer stopped": (6, self._stop_trainer),
-        }
-        if self.hosts:
-            kinds |= {"link down": (12, self._link_down), "link slow": (8, self._link_slow)}
-        elif any(self._proxies()):
-            kinds |= {
-                "connection cut": (7, self._cut),
-                "connection reset": (7, lambda: self._cut(reset=True)),
-                "connection half open": (5, self._halve),
-                "cable pulled": (6, self._pull),
-                "network late": (5, self._delay),
-                "network slow": (5, self._pace),
-                "network refuses": (3, self._refuse),
-                "network hangs": (3, self._mute),
-            }
-        return kinds
-
-    def _kill_worker(self) -> str | None:
-        return self._worker(lambda worker: worker.send_signal(signal.SIGKILL))
-
-    def _stop_worker(self) -> str | None:
-        # Where there is time for it, also for longer than a server bears it.
-        longest = self.random.choice([0.3, 2.0, 2.0, 40.0 if self.seconds >= 300 else 2.0])
-
-        def stop(worker: psutil.Process) -> None:
-            worker.send_signal(signal.SIGSTOP)
-            self._later(longest * self.random.random(), lambda: _signal(worker, signal.SIGCONT))
-
-        return self._worker(stop)
-
-    def _worker(self, act: Callable[[psutil.Process], None]) -> str | None:
-        server = self.random.choice(self.servers)
-        workers = server.workers() if server.up else []
-        if not workers:
-            return None
-        worker = self.random.choice(workers)
-        try:
-            act(worker)
-        except psutil.NoSuchProcess:
-            return None
-        return f"{worker.pid} of server {server.number}"
-
-    def _slow_workers(self) -> str | None:
-        """Nine tenths of their time they stand still."""
-        server = self.random.choice(self.servers)
-        if not server.up:
-            return None
-        end = time.monotonic() + self.random.uniform(1.0, 3.0)
-
-        def stop() -> None:
-            workers = server.workers() if server.up else []
-            for worker in workers:
-                _signal(worker, signal.SIGSTOP)
-            self._later(0.09, lambda: resume(workers))
-
-        def resume(workers: list[psutil.Process]) -> None:
-            for worker in workers:
-                _signal(worker, signal.SIGCONT)
-            if time.monotonic() < end:
-                self._later(0.01, stop)
-
-        stop()
-        return f"server {server.number}"
-
-    def _server(self, *, end: bool = False) -> Server | None:
-        """One that is up, and not to be spared an end."""
-        fit = [server for server in self.servers if server.up and not (end and server.spared)]
-        return self.random.choice(fit) if fit else None
-
-    def _kill_server(self) -> str | None:
-        if (server := self._server(end=True)) is None:
-            return None
-        if not server.held:
-            self._count(server)
-        server.daemon.kill()
-        return self._start_again(server)
-
-    def _restart_server(self) -> str | None:
-        server = self._server(end=True)
-        if server is None or server.held:
-            return None
-        self._count(server)
-        process = server.daemon.process
-        assert process is not None
-        process.terminate()
-        deadline = time.monotonic() + 20
-        while (status := process.poll()) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if status not in (0, -signal.SIGTERM):  # the latter before its handler stands
-            raise AssertionError(f"server {server.number}, asked to end: status {status}, {_tail(server.daemon.log)}")
-        server.daemon.kill()
-        return self._start_again(server)
-
-    def _start_again(self, server: Server) -> str:
-        pause = self.random.choice([0.0, self.random.uniform(0.0, 2.0)])
-
-        def start() -> None:
-            server.daemon.launch(prefix=server.prefix)
-            server.held = False
-            server.lives += 1
-
-        self._later(pause, start)
-        return f"server {server.number}, for {pause:.1f} s"
-
-    def _stop_server(self) -> str | None:
-        if (server := self._server()) is None or server.held:
-            return None
-        pid, seconds = psutil.Process(server.daemon.pid), self.random.choice([0.2, 1.0, 6.0]) * self.random.random()
-        pid.send_signal(signal.SIGSTOP)
-        server.held = True
-
-        def go_on() -> None:
-            _signal(pid, signal.SIGCONT)
-            server.held = False
-
-        self._later(seconds, go_on)
-        return f"server {server.number}, for {seconds:.1f} s"
-
-    def _client_there(self, *, end: bool = False) -> Client | None:
-        fit = [client for client in self.clients if not client.away and not (end and client.spared)]
-        return self.random.choice(fit) if fit else None
-
-    def _kill_trainer(self) -> str | None:
-        if (client := self._client_there(end=True)) is None:
-            return None
-        client.away = True
-        client.trainer.kill()
-        return self._trainer_again(client)
-
-    def _restart_trainer(self) -> str | None:
-        client = self._client_there(end=True)
-        if client is None or client.held:
-            return None
-        process = client.trainer.process
-        assert process is not None
-        process.terminate()
-        client.away = True  # it may have to wait for its last batch while other things are done
-
-        def look() -> None:
-            if process.poll() is None:
-                self._later(0.1, look)
-                return
-            if process.returncode not in (0, -signal.SIGTERM):  # the latter before its handler stands
-                raise AssertionError(f"trainer {client.number}, asked to end: status {process.returncode}, "
-                                     f"{_tail(client.trainer.log)}")  # fmt: skip
-            self._trainer_again(client)
-
-        look()
-        return f"trainer {client.number}"
-
-    def _trainer_again(self, client: Client) -> str:
-        pause = self.random.uniform(0.0, 1.0)
-
-        def start() -> None:
-            client.begun = _size(client.trainer.record)
-            client.trainer.start(prefix=client.prefix)
-            client.lives += 1
-            client.away = client.held = False
-
-        self._later(pause, start)
-        return f"trainer {client.number}, for {pause:.1f} s"
-
-    def _stop_trainer(self) -> str | None:
-        if (client := self._client_there()) is None or client.held:
-            return None
-        process, seconds = (
-            psutil.Process(client.trainer.pid),
-            self.random.choice([0.2, 1.0, 8.0]) * self.random.random(),
-        )
-        process.send_signal(signal.SIGSTOP)
-        client.held = True
-
-        def go_on() -> None:
-            _signal(process, signal.SIGCONT)
-            client.held = False
-
-        self._later(seconds, go_on)
-        return f"trainer {client.number}, for {seconds:.1f} s"
-
-    # -- what is done to the network ----------------------------------------------------------------------------
-
-    def _proxy(self) -> Proxy:
-        return self.random.choice([*self._proxies()])
-
-    def _stretch(self, act: Callable[[Proxy, Stretch], None]) -> str | None:
-        proxy = self._proxy()
-        if not (alive := proxy.alive):
-            return None
-        which = self.random.randrange(len(alive))
-        act(proxy, alive[which])
-        return f"connection {which} of {len(alive)} over {proxy.address}"
-
-    def _cut(self, *, reset: bool = False) -> str | None:
-        return self._stretch(lambda proxy, stretch: proxy.cut(stretch, reset=reset))
-
-    def _halve(self) -> str | None:
-        client = self.random.random() < 0.5
-        return self._stretch(lambda proxy, stretch: proxy.halve(stretch, client=client))
-
-    def _pull(self) -> str | None:
-        """Of all connections over a proxy; it is put in again before anybody can have noticed, or after."""
-        proxy = self._proxy()
-        if not (alive := proxy.alive):
-            return None
-        seconds = self.random.choice([0.5, 2.0, 10.0]) * self.random.random()
-        for stretch in alive:
-            stretch.hold()
-
-        def put_in() -> None:
-            for stretch in alive:
-                stretch.held = False
-
-        self._later(seconds, put_in)
-        return f"{len(alive)} connections over {proxy.address}, for {seconds:.1f} s"
-
-    def _delay(self) -> str:
-        proxy, seconds = self._proxy(), self.random.uniform(0.02, 0.3)
-        proxy.delay = seconds
-        return self._while(proxy, f"{1000 * seconds:.0f} ms", lambda: setattr(proxy, "delay", 0.0))
-
-    def _pace(self) -> str:
-        proxy, pace = self._proxy(), self.random.uniform(2e4, 4e5)
-        proxy.pace = pace
-        return self._while(proxy, f"{pace / 1000:.0f} kB/s", lambda: setattr(proxy, "pace", None))
-
-    def _refuse(self) -> str:
-        proxy = self._proxy()
-        proxy.refusing = True
-        for stretch in proxy.alive:
-            proxy.cut(stretch, reset=True)
-        return self._while(proxy, "and all connections reset", lambda: setattr(proxy, "refusing", False))
-
-    def _mute(self) -> str:
-        proxy = self._proxy()
-        proxy.mute = True
-        for stretch in proxy.alive:
-            proxy.cut(stretch)
-        return self._while(proxy, "and all connections cut", lambda: setattr(proxy, "mute", False))
-
-    def _while(self, proxy: Proxy, what: str, over: Callable[[], None]) -> str:
-        seconds = self.random.uniform(0.3, 3.0)
-        self._later(seconds, over)
-        return f"{proxy.address}, {what}, for {seconds:.1f} s"
-
-    def _link_down(self) -> str:
-        seconds = self.random.choice([0.5, 2.0, 8.0]) * self.random.random()
-        self._cable("ip", "link", "set", "cable0", "down")
-        self._later(seconds, lambda: self._cable("ip", "link", "set", "cable0", "up"))
-        return f"for {seconds:.1f} s"
-
-    def _link_slow(self) -> str:
-        seconds, rate = self.random.uniform(0.5, 3.0), self.random.choice([500, 2000, 8000])
-        limit = ("rate", f"{rate}kbit", "burst", "16kb", "latency", "200ms")
-        self._cable("tc", "qdisc", "replace", "dev", "cable0", "root", "tbf", *limit)
-        self._later(seconds, lambda: self._cable("tc", "qdisc", "replace", "dev", "cable0", "root", "pfifo"))
-        return f"{rate} kbit/s, for {seconds:.1f} s"
-
-    def _cable(self, *command: str) -> None:
-        assert self.hosts is not None
-        subprocess.run(self.hosts[0].command(*command), check=True, timeout=20)
 
 
 # -- around it ------------------------------------------------------------------------------------------------
@@ -730,26 +354,6 @@ def _free(port: int) -> bool:
         sock.bind(("", port))
         return True
     return False
-
-
-def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
-
-
-def _tail(file: Path, size: int = 3000) -> str:
-    return file.read_text(errors="replace")[-size:]
 
 
 def table(storm: Storm, accounts: list[Accounts]) -> str:
@@ -819,7 +423,7 @@ def main() -> int:
             try:
                 storm.run()
             except BaseException:
-                print(_tail(folder / "storm.log", 6000), file=sys.stderr)  # noqa: T201
+                print(tail(folder / "storm.log", 6000), file=sys.stderr)  # noqa: T201
                 raise
         accounts = storm.judge()
         found = faults(storm, accounts)
