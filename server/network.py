@@ -289,13 +289,13 @@ class Network:
         """Whether the message is on its way; if not, the peer is gone, or takes nothing."""
         return send(self._router, identity, message)
 
-    def send_one(self, identity: bytes, message: Message) -> bool:
-        """As `send`, but not before the last message that went this way has left: of what is large and may be asked for
-        again and again a peer that does not read keeps one waiting, and no more.
+    def send_one(self, identity: bytes, make: Callable[[], Message]) -> bool:
+        """As `send`, but nothing is made before the last message that went this way has left: of what costs something
+        and may be asked for again and again, a peer that does not read keeps one waiting, and no more.
         """
         if (last := self._large.get(identity)) is not None and not last.done:
             return False
-        frame = zmq.Frame(protocol.encode(message), track=True, copy=False)
+        frame = zmq.Frame(protocol.encode(make()), track=True, copy=False)
         try:
             self._router.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
         except zmq.ZMQError:

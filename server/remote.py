@@ -181,7 +181,8 @@ class Remote:
             elif not network.public:
                 raise ProtocolError("this port is for sessions that begin on the daemon's Unix socket")
             elif isinstance(message, Ping):
-                network.send_one(identity, self._sessions.pong(detail=message.detail))
+                detail = message.detail
+                network.send_one(identity, lambda: self._sessions.pong(detail=detail))
             else:
                 peer = str(frame.get("Peer-Address"))
                 if network.gate is not None:

@@ -207,13 +207,8 @@ class Peer:
     def end(self) -> None:
         """Without a word."""
         r = self.mutants.random
-        for lane in range(8):
-            identity = self._control[:4] + bytes([lane])
-            for mail in (self._mail, self.hall.remote):
-                mail.gone.add(identity)
-                mail.deaf.discard(identity)
-                mail.said.pop(identity, None)
-                mail.waiting.pop(identity, None)
+        for mail in (self._mail, self.hall.remote):
+            mail.end(self._control[:4] + bytes([lane]) for lane in range(8))
         if self._unix:
             if r.random() < 0.5:
                 with contextlib.suppress(OSError):

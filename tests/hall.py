@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +26,7 @@ from headrace.protocol import Chunk, Failed, Message, Rows
 from headrace.server import remote, service
 from headrace.server.connection import UnixConnection
 from headrace.server.listener import Listener
-from headrace.server.network import Lane
+from headrace.server.network import Lane, Timings
 from headrace.server.service import Service
 from headrace.slots import Ring, Status
 from headrace.stages import Stages
@@ -40,6 +40,8 @@ CHUNKS = -(-SAMPLES // CHUNK)
 FAILING = 1 << 20
 #: Messages that a peer which does not read lets wait.
 QUEUE = 2560
+#: Ended connections that are remembered, and seconds between two looks of the daemon's whether they have.
+REMEMBERED, PROBE = 20_000, 0.2
 #: What a client's message may make the daemon do: its own ring's descriptor is opened for each session.
 _ALLOWED = ("/proc/self/fd/",)
 _WATCHED = {"open", "exec", "compile", "import", "os.system", "subprocess.Popen", "socket.connect", "pickle.find_class"}
@@ -126,9 +128,19 @@ class Mail:
     def __init__(self, look: Callable[[bytes, Message, list[NDArray[Any]]], None]) -> None:
         self.look = look
         self.deaf: set[bytes] = set()
-        self.gone: set[bytes] = set()
+        self.gone: dict[bytes, None] = {}
         self.waiting: Counter[bytes] = Counter()
         self.said: dict[bytes, deque[Message]] = {}
+
+    def end(self, identities: Iterable[bytes]) -> None:
+        """They are gone. Of those before them it is forgotten again, once the daemon has forgotten them."""
+        for identity in identities:
+            self.gone[identity] = None
+            self.deaf.discard(identity)
+            self.said.pop(identity, None)
+            self.waiting.pop(identity, None)
+        while len(self.gone) > REMEMBERED:
+            del self.gone[next(iter(self.gone))]
 
     def put(self, identity: bytes, message: Message, fields: Sequence[NDArray[Any]] = ()) -> bool:
         if identity in self.gone or self.waiting[identity] >= QUEUE:
@@ -180,7 +192,8 @@ class Network:
         assert protocol.decode_remote_reply(protocol.encode(message)) == message
         return self.mail.put(identity, message)
 
-    send_one = send
+    def send_one(self, identity: bytes, make: Callable[[], Message]) -> bool:
+        return self.send(identity, make())
 
     def mute(self, identity: bytes) -> None:
         self.muted.add(identity)
@@ -189,7 +202,7 @@ class Network:
         return identity in self.mail.gone
 
     def forget_the_gone(self) -> None:
-        self.muted -= self.mail.gone
+        self.muted -= self.mail.gone.keys()
 
     def ship(self, lane: Lane, head: Rows, fields: Sequence[NDArray[Any]], done: Callable[[], None]) -> bool:
         if not self.mail.put(lane.identity, head, fields):
@@ -252,7 +265,7 @@ class Hall:
             mock.patch.object(service, "Supervisor", Workers),
             mock.patch.object(service, "make_router", lambda context, threads: Router(self.shared)),
         ):
-            self.service: Any = Service(self.config, [listener])
+            self.service: Any = Service(self.config, [listener], timings=Timings(probe=PROBE))
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(mock.patch.object(service, "Listing", Listing))
         made = mock.patch.object(remote, "Network", lambda *_, public, **__: Network(networks[public], public=public))

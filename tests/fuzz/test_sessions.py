@@ -189,7 +189,7 @@ class Conversations(RuleBasedStateMachine):
         elif politely:
             self._say(session, Leave(token=session.token))
         else:
-            self.hall.remote.gone |= {session.control[:4] + bytes([lane]) for lane in range(5)}
+            self.hall.remote.end(session.control[:4] + bytes([lane]) for lane in range(5))
             if session.alive:
                 self.hall.service.expel(self.hall.service.find(session.token), "it is gone")
         self._over(session)

@@ -366,14 +366,14 @@ def test_of_what_is_large_one_waits_for_a_peer_that_does_not_read(
     peer = bare(hub.endpoint, receive_buffer=4096)
     identity = hub.lane(peer).identity
     large = Goodbye(reason="x" * BIG)
-    assert hub.network.send_one(identity, large)
+    assert hub.network.send_one(identity, lambda: large)
     hub.turn(0.1)
-    assert not hub.network.send_one(identity, large)
+    assert not hub.network.send_one(identity, lambda: large)
     left, data = BIG, b""
     while left > 0:
         left -= len(peer.socket.recv(1 << 20))
         hub.turn(0)
-    hub.until(lambda: hub.network.send_one(identity, Goodbye(reason="again")))
+    hub.until(lambda: hub.network.send_one(identity, lambda: Goodbye(reason="again")))
     again = protocol.encode(Goodbye(reason="again"))
     while not (data := data + peer.read(1)).endswith(again):
         pass
