@@ -49,8 +49,10 @@ KEPT = HERE.parent / "build" / "bench"
 
 DALI, PILLOW = Side(), Side(backend="pillow")
 #: Photos of a set, pictures that each trainer takes in the measured time.
-SETS = {"imagenet-like": (1024, 2048), "large": (256, 768)}
+SETS = {"imagenet-like": (1024, 1536), "large": (256, 512)}
 QUICK = (128, 128)
+#: How often a peer may be tried in a round.
+_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ PLANS: Mapping[str, Plan] = {
         "workers divided among them, at least one each.",
         (
             DALI,
-            *(replace(DALI, trainers=n, dtype=dtype) for n in (2, 4) for dtype in ("float32", "uint8")),
+            replace(DALI, trainers=2),
+            replace(DALI, trainers=4),
+            replace(DALI, trainers=4, dtype="uint8"),
             Side("DataLoader", 2),
             Side("DataLoader", 4),
             Side("bare DALI", 4),
@@ -215,7 +219,17 @@ def section(args: argparse.Namespace, name: str) -> tuple[str, common.Rounds]:
         setting = peers.Setting(folder, batch_size, args.workers, prepared=prepared)
 
         def run(label: str) -> dict[str, Any]:
-            return common.fresh(__file__, "--measure", *together.told(sides[label], setting), count, wanted)
+            share = sides[label].trainers if sides[label].apart else 1  # each with work of its own: as much in all
+            told = together.told(sides[label], setting)
+            for failed in range(_TRIES):
+                try:
+                    found = common.fresh(__file__, "--measure", *told, count // share, wanted // share)
+                    return found | {"failed": failed}
+                except SystemExit as failure:  # of a peer that hangs now and then
+                    if sides[label].maker == "headrace" or failed + 1 == _TRIES:
+                        raise
+                    common.say(f"{label} failed and is tried again: {failure}")
+            raise AssertionError
 
         return photos, common.interleaved(list(sides), args.rounds, run)
 

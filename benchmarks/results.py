@@ -31,7 +31,6 @@ class Section:
         photos: what they are.
         command, day, versions: of the run.
         machine: that it ran on.
-        unit: of what is drawn.
         rounds: what each side gave, by its label; the first side is what the others are held against.
         claims: text, measured, bound, holds.
     """
@@ -136,7 +135,8 @@ def _section(section: Section) -> Iterator[str]:
         yield ""
     rounds = len(next(iter(section.rounds.values())))
     photos = f"{section.photos}. " if section.photos else ""
-    yield f"{photos}{rounds} {plural(rounds, 'round')}, {section.day}, {section.machine}. {section.versions}. `{section.command}`"
+    run = f"{rounds} {plural(rounds, 'round')}, {section.day}, {section.machine}"
+    yield f"{photos}{run}. {section.versions}. `{section.command}`"
 
 
 def _table(rounds: common.Rounds) -> Iterator[str]:
@@ -153,9 +153,11 @@ def _table(rounds: common.Rounds) -> Iterator[str]:
         memory = "" if "own" not in results[0] else ", ".join(
             f"{common.median(results, key) / _MIB:,.0f}" for key in ("own", "held")
         )  # fmt: skip
+        failed = sum(one.get("failed", 0) for one in results)
+        note = f"; failed {failed} times, and was tried again" if failed else ""
         strong = "**" if side.startswith("headrace") else ""
         cells = (
-            f"{strong}{side}{strong}",
+            f"{strong}{side}{strong}{note}",
             f"{middle:,.0f} ({low:,.0f} – {high:,.0f})",
             f"{ratio:.2f} ({least:.2f} – {most:.2f})",
             f"{sum(each.values()):.2f}: {parts}",

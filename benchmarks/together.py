@@ -30,11 +30,11 @@ import peers
 from headrace import Loader
 from headrace.server.usage import held_bytes, own_bytes
 
-#: Seconds without a picture from anybody, or for a server to say its address.
-_SILENCE = 120.0
+#: Seconds without a picture from anybody: before the first one, and later.
+_START, _SILENCE = 120.0, 40.0
 #: Seconds for a process to end by itself.
 _END = 10.0
-_LOOKS = 5
+_LOOKS = 3
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Side:
     backend: str = "dali-cpu"
     transport: str = "shm"
     dtype: str = "float32"
+
+    @property
+    def apart(self) -> bool:
+        """Whether each trainer has a pipeline of its own."""
+        return self.maker != "headrace" and peers.PEERS[self.maker].serve is None
 
     @property
     def label(self) -> str:
@@ -93,7 +98,7 @@ def measured(side: Side, setting: peers.Setting, *, warm: int, wanted: int) -> d
         looks = []
         for _ in range(_LOOKS):
             looks.append((sum(map(own_bytes, pids)), sum(map(held_bytes, pids))))
-            trainers.listen(0.2)
+            trainers.listen(0.1)
         own, held = (max(look) for look in zip(*looks, strict=True))
         counts = server.chunks()
     return {"images": images, "images_per_s": images / used["seconds"], "own": own, "held": held} | used | counts
@@ -111,7 +116,7 @@ def _serving(side: Side, setting: peers.Setting) -> Iterator[Server]:
                 lambda: {"workers": daemon.ping().workers, "daemon": [daemon.pid]},
                 lambda: _recomputed(daemon),
             )
-    elif peers.PEERS[side.maker].serve is None:
+    elif side.apart:
         yield Server("", dict)
     else:
         part = _Part("--serve", side, setting)
@@ -142,8 +147,8 @@ class _Trainers:
 
     def __init__(self, side: Side, setting: peers.Setting, address: str) -> None:
         workers = setting.workers
-        if side.maker != "headrace" and peers.PEERS[side.maker].serve is None:
-            workers = max(1, workers // side.trainers)  # each has its own
+        if side.apart:
+            workers = max(1, workers // side.trainers)
         given = asdict(setting) | {"workers": workers, "trainers": side.trainers, "address": address}
         self._parts = [
             _Part("--trainer", side, peers.Setting(**given | {"number": number})) for number in range(side.trainers)
@@ -167,8 +172,8 @@ class _Trainers:
         while not enough():
             if self.listen(1.0):
                 heard = time.monotonic()
-            elif time.monotonic() - heard > _SILENCE:
-                self._parts[int(np.argmin(self.had))].fail(f"nobody got a picture for {_SILENCE:.0f} s: {self.had}")
+            elif time.monotonic() - heard > (patience := _SILENCE if any(self.had) else _START):
+                self._parts[int(np.argmin(self.had))].fail(f"nobody got a picture for {patience:.0f} s: {self.had}")
 
     def listen(self, seconds: float) -> bool:
         """Whether somebody said something, within so many seconds."""
