@@ -54,7 +54,7 @@ TIMINGS = {"heartbeat": 0.5, "silence": 4.0, "stuck": 4.0, "probe": 1.0, "attach
 SILENCE = 3000
 #: Seconds that a trainer may be without a new batch while nothing holds it up.
 STUCK = 45.0
-#: Faults a second.
+#: Faults a second, if nothing else is said.
 RATE = 2.5
 #: Seconds until connections that were left half open, whose end nobody told, are gone everywhere.
 SETTLING = 15.0
@@ -78,12 +78,14 @@ class Storm:
         seed: int,
         trainers: int,
         servers: int,
+        rate: float = RATE,
         keys: bool = False,
         hosts: tuple[Host, Host] | None = None,
     ) -> None:
         self.folder = folder
         self.seconds = seconds
         self.random = random.Random(seed)
+        self.rate = rate
         self.hosts = hosts
         self.faults: Counter[str] = Counter()
         self.log = (folder / "storm.log").open("w")
@@ -186,7 +188,7 @@ class Storm:
             if (what := kinds[kind][1]()) is not None:
                 self.faults[kind] += 1
                 self._say(f"{kind}: {what}")
-            at += self.random.expovariate(RATE)
+            at += self.random.expovariate(self.rate)
         while self._due:  # what is over later than the storm
             self._until(self._due[0][0])
 
@@ -404,6 +406,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trainers", type=int, default=3)
     parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=RATE, help="faults a second")
     parser.add_argument("--cable", action="store_true", help="between network namespaces, in place of proxies")
     parser.add_argument("--keys", action="store_true", help="encrypt all that goes over tcp")
     parser.add_argument("--keep", action="store_true", help="leave the folder with all logs, and say where it is")
@@ -419,7 +422,7 @@ def main() -> int:
         with contextlib.ExitStack() as stack:
             hosts = stack.enter_context(two_hosts()) if args.cable else None
             storm = Storm(folder, seconds=args.seconds, seed=args.seed, trainers=args.trainers, servers=args.servers,
-                          keys=args.keys, hosts=hosts)  # fmt: skip
+                          rate=args.rate, keys=args.keys, hosts=hosts)  # fmt: skip
             try:
                 storm.run()
             except BaseException:
