@@ -8,6 +8,7 @@ one       one trainer, ImageNet-like photos: torch's DataLoader, bare DALI, tf.d
 large     one trainer, large photos
 trainers  two and four trainers: what they get together
 wire      rows over tcp, against a bare pyzmq program that sends as many bytes
+gpu       one GPU's worker against a bare DALI pipeline there; nothing where there is none
 peers     with `--peers all`: TensorSocket with two trainers and FFCV
 
 Claims, on 2 cores: with ImageNet-like photos and float32 the daemon with `dali-cpu` has 0.95 of bare DALI, 1.4 of the
@@ -31,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ import tcp
 import together
 from together import Side
 
+from headrace.pipeline import gpus
 from headrace.workers.cpus import usable_cpus
 
 HERE = Path(__file__).resolve().parent
@@ -122,6 +125,13 @@ PLANS: Mapping[str, Plan] = {
         "frames; [tcp.py](tcp.py).",
         (),
     ),
+    "gpu": Plan(
+        "One GPU",
+        "A daemon with the GPU's worker that hands out levels through slots on the host, against a bare DALI pipeline "
+        "on the same GPU; [gpu_train.py](gpu_train.py).",
+        (),
+        photos="large",
+    ),
     "peers": Plan(
         "TensorSocket and FFCV",
         "TensorSocket's trainers are held against as many of ours, on one stream; FFCV has one.",
@@ -135,8 +145,9 @@ PLANS: Mapping[str, Plan] = {
         (("two trainers over TensorSocket's two", replace(DALI, trainers=2), Side("TensorSocket", 2), 2.0),),
     ),
 }
-#: Sides of the program tcp.py.
-WIRE = ("bare", "1 connection")
+#: Sides of the programs tcp.py and gpu_train.py, and how they are called here.
+WIRE = {"bare": "bare pyzmq", "1 connection": "headrace tcp"}
+GPU = {"bare DALI": "bare DALI, GPU", "delivery": "headrace dali-gpu shm uint8"}
 
 
 def main() -> int:
@@ -183,8 +194,10 @@ def compared(args: argparse.Namespace) -> int:
     for name in names:
         began = time.monotonic()
         common.say(f"-- {PLANS[name].title}")
-        photos, rounds = wire(args) if name == "wire" else section(args, name)
+        run = {"wire": wire, "gpu": gpu}.get(name) or partial(section, name=name)
+        photos, rounds = run(args)
         if not rounds:
+            common.say("nothing of it is to be measured here")
             continue
         common.speeds(rounds)
         found = held(name, rounds)
@@ -241,16 +254,33 @@ def wire(args: argparse.Namespace) -> tuple[str, common.Rounds]:
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as home:
         options = ("--folder", tcp.pictures(Path(home)), "--chunks", chunks, "--window", 8)
         rounds = common.interleaved(
-            WIRE, args.rounds, lambda name: common.fresh(tcp.__file__, "--side", name, *options)
+            list(WIRE), args.rounds, lambda name: common.fresh(tcp.__file__, "--side", name, *options)
         )
-    labels = {"bare": "bare pyzmq", "1 connection": "headrace tcp"}
-    return "", {labels[name]: found for name, found in rounds.items()}
+    return "", {WIRE[name]: found for name, found in rounds.items()}
+
+
+def gpu(args: argparse.Namespace) -> tuple[str, common.Rounds]:
+    """Where there is an NVIDIA GPU. It has not run on one yet."""
+    if args.sides is not None or not gpus.look().found:
+        return "", {}
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as home:
+        folder = Path(home, "photos")
+        folder.mkdir()
+        common.make_photos(PLANS["gpu"].photos, common.sources(args.data), folder, 1024)
+        options = ("--folder", folder, "--steps", 4 if args.quick else 60, "--workers", args.workers)
+        program = HERE / "gpu_train.py"
+        rounds = common.interleaved(
+            list(GPU), args.rounds, lambda name: common.fresh(str(program), "--side", name, *options)
+        )
+        return common.described(folder), {GPU[name]: found for name, found in rounds.items()}
 
 
 def held(name: str, rounds: common.Rounds) -> list[common.Claim]:
     """The claims of a section whose sides were measured."""
     if name == "wire":
-        return [common.Claim("over the bare program", common.paired(rounds, "headrace tcp", "bare pyzmq"), 0.9)]
+        return [common.Claim("over the bare program", common.paired(rounds, WIRE["1 connection"], WIRE["bare"]), 0.9)]
+    if name == "gpu":
+        return [common.Claim("over bare DALI", common.paired(rounds, GPU["delivery"], GPU["bare DALI"]), 0.9)]
     claims = [
         common.Claim(text, common.paired(rounds, ours.label, theirs.label), least)
         for text, ours, theirs, least in PLANS[name].claims

@@ -76,6 +76,28 @@ def test_what_a_process_is_told_is_what_it_hears(program: Any) -> None:
         assert program.together.heard(*program.together.told(side, setting)) == (side, setting)
 
 
+def test_a_gpu_is_measured_by_its_own_program_and_nothing_where_there_is_none(
+    program: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def fresh(file: str, option: str, side: str, *options: Any) -> dict[str, Any]:
+        asked.append((Path(file).name, option, side))
+        return {"images": 10, "images_per_s": {"bare DALI": 100, "delivery": 95}[side], "others": 0.0}
+
+    monkeypatch.setattr(program.common, "fresh", fresh)
+    args = SimpleNamespace(sides=None, data=photos, quick=True, rounds=2, workers=2)
+    for found in ((), ("a GPU",)):
+        monkeypatch.setattr(program.compare.gpus, "look", lambda found=found: SimpleNamespace(found=found))
+        monkeypatch.setattr(program.common, "make_photos", lambda kind, photos, folder, count: None)
+        monkeypatch.setattr(program.common, "described", lambda folder: "8 photos")
+        said, rounds = program.compare.gpu(args)
+        assert bool(rounds) == bool(found) == bool(said)
+    assert asked[:2] == [("gpu_train.py", "--side", "bare DALI"), ("gpu_train.py", "--side", "delivery")]
+    [claim] = program.compare.held("gpu", rounds)
+    assert claim.holds and claim.measured == 0.95
+
+
 def section(program: Any, name: str, rounds: dict[str, Any]) -> Any:
     claims = [{"claim": "over <nobody>", "measured": 0.5, "bound": 1, "most": False, "holds": False}]
     return program.results.Section(
