@@ -113,6 +113,10 @@ class Honest:
         else:
             self.hall.hear_remote(self._control, protocol.encode(Leave(token=self.token)))
 
+    def hang_up(self) -> None:
+        if not self._remote:
+            self._socket.close()
+
     @property
     def _ring(self) -> Any:
         return self.hall.service._hosts[0].at.ring
@@ -204,6 +208,10 @@ class Peer:
         else:
             self._over_tcp()
 
+    def hang_up(self) -> None:
+        if self._unix:
+            self._socket.close()
+
     def end(self) -> None:
         """Without a word."""
         r = self.mutants.random
@@ -255,6 +263,7 @@ class Peer:
             with contextlib.suppress(ProtocolError):
                 if isinstance(protocol.decode_remote(data), Attach):
                     return
+            self._note(data, protocol.decode_remote)  # it may be an old one of its own
             self.hall.hear_remote(self._control, data, public=public)
             return
         if self._lanes < 2 or r.random() < 0.01:
@@ -332,9 +341,19 @@ class Barrage:
                 left = [session for session in host.at.desk.sessions if not session.ended]
                 assert len(left) <= len(self.hall.service._connections)
         self.hall.close()
+        self._unlog()
+        assert not self.log.caught, self.log.caught[0]
+
+    def abandon(self) -> None:
+        """After a fault: close what is open."""
+        for somebody in (*self.peers, *self.honest):
+            somebody.hang_up()
+        self.hall.abandon()
+        self._unlog()
+
+    def _unlog(self) -> None:
         logging.getLogger("headrace").removeHandler(self.log)
         logging.getLogger("headrace").propagate = True
-        assert not self.log.caught, self.log.caught[0]
 
     def _peer(self) -> Peer:
         self._number += 1

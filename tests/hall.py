@@ -364,6 +364,19 @@ class Hall:
         self.service._shutdown()
         self._patches.close()
 
+    def abandon(self) -> None:
+        """Close what is open, whatever state the daemon is in."""
+        self._watching = False
+        for connection in self.service._connections:
+            connection.close()
+        for host in self.service._hosts:
+            if host.at is not None:
+                host.at.close()
+        for listener in self.service._listeners:
+            listener.close()
+        self.service._context.term()
+        self._patches.close()
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _look(self, identity: bytes, message: Message, fields: list[NDArray[Any]]) -> None:

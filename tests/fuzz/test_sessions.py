@@ -8,18 +8,22 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from barrage import Barrage, framed, received, welcome_in
-from hall import CHUNKS, FAILING, Hall, rows_of
+from hall import CHUNKS, FAILING, Hall, Network, rows_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from headrace import protocol
 from headrace.protocol import Attach, Cancel, Chunk, Failed, Get, Goodbye, Hello, Leave, Message, Refused, Release, Rows
+from headrace.server.cache import Cache, Slot
+from headrace.server.desk import Desk
+from headrace.server.transport import Tcp
 
 #: Without making a failing example smaller, which takes minutes: they are short.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -39,6 +43,53 @@ def test_nothing_that_clients_say_disturbs_the_daemon_or_another_trainer(seed: i
             barrage.close()
         for honest in barrage.honest:
             assert honest.chunks > barrage.turns / 10
+
+
+def early(patch: pytest.MonkeyPatch) -> None:
+    """A slot is given back before its rows have left."""
+    ship = Network.ship
+
+    def ships(network: Network, lane: Any, head: Any, fields: Any, done: Callable[[], None]) -> bool:
+        sent = ship(network, lane, head, fields, lambda: None)
+        done()
+        return sent
+
+    patch.setattr(Network, "ship", ships)
+
+
+def unheld(patch: pytest.MonkeyPatch) -> None:
+    """A leased slot is as free as another."""
+    lease = Cache.lease
+
+    def leases(cache: Cache, slot: Slot, reader: Any) -> None:
+        lease(cache, slot, reader)
+        slot.leases.clear()
+
+    patch.setattr(Cache, "lease", leases)
+    patch.setattr(Cache, "release", lambda cache, slot, reader: slot.leases.discard(reader))
+
+
+def open_to_all(patch: pytest.MonkeyPatch) -> None:
+    """Who knows a token speaks for its session."""
+    patch.setattr(Tcp, "hears", lambda transport, via, identity: True)
+
+
+def unnoticed(patch: pytest.MonkeyPatch) -> None:
+    """A message fails in the loop, which catches it."""
+    patch.setattr(Desk, "cancel", lambda desk, session, request=None: 1 // 0)
+
+
+@pytest.mark.parametrize("fault", [early, unheld, open_to_all, unnoticed])
+def test_the_barrage_finds_what_it_is_for(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    fault(monkeypatch)
+    barrage = Barrage(home, 1)
+    try:
+        with pytest.raises((AssertionError, KeyError, ZeroDivisionError)):
+            barrage.fire(20_000)
+    finally:
+        barrage.abandon()
 
 
 @pytest.mark.soak
