@@ -10,9 +10,11 @@ there are no more sessions than spare slots the workers still have somewhere to 
 gets no further delivery and causes no further computation until it releases one.
 
 Order. Sessions take turns, each with its oldest request; a chunk asked for by several is computed once. Who wants one
-that had been computed before is a straggler: it is passed over while others want new ones, until `PASSED` of these have
-been computed since the last one for a straggler; then it has its turn as they have. A session may be at home at a GPU,
-where its batches go: while that has no room, and another one has, those of the other come first.
+that had been computed before, and is more chunks behind than there are slots, is a straggler: it is passed over while
+others want theirs, until `PASSED` of these have been computed since the last one for a straggler; then it has its turn
+as they have. Who is nearer is none, or a chunk that it just missed would cost it the company of the others for good. A
+session may be at home at a GPU, where its batches go: while that has no room, and another one has, those of the other
+come first.
 """
 
 from __future__ import annotations
@@ -196,13 +198,14 @@ class Desk:
         Args:
             passed: GPUs; sessions that are at home there are passed over, and keep their turn.
         """
+        furthest = max((self._line(address) for address in self._readers()), default=0)
         straggler: tuple[Session, Address] | None = None
         chosen: tuple[Session, Address] | None = None
         for session in self._sessions:
             address = None if session.home in passed else self._next_address(session)
             if address is None:
                 continue
-            if self._passed < PASSED and address in self._history:
+            if self._passed < PASSED and self._straggles(address, furthest):
                 straggler = straggler or (session, address)
                 continue
             chosen = session, address
@@ -210,7 +213,7 @@ class Desk:
         turn = chosen or straggler
         if turn is None or (slot := self.cache.claim(turn[1])) is None:
             return None
-        self._passed = 0 if turn[1] in self._history else self._passed + 1
+        self._passed = 0 if self._straggles(turn[1], furthest) else self._passed + 1
         self._sessions.move_to_end(turn[0])
         return Task(slot, turn[0].home)
 
@@ -268,6 +271,9 @@ class Desk:
     def _line(self, address: Address) -> int:
         epoch, chunk = address
         return epoch * self._chunks + chunk
+
+    def _straggles(self, address: Address, furthest: int) -> bool:
+        return furthest - self._line(address) > len(self.cache.slots) and address in self._history
 
     def _readers(self) -> list[Address]:
         return [session.last for session in self._sessions if session.last is not None and not session.ended]

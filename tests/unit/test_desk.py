@@ -261,6 +261,20 @@ def test_a_chunk_for_gpus_of_several_is_for_that_of_whose_turn_it_was() -> None:
     assert {delivery.session.name for delivery in at.deliveries()} == {"a", "b"}
 
 
+def test_who_just_missed_a_chunk_is_no_straggler_and_has_its_turn() -> None:
+    at = desk(slots=4, in_flight=1)
+    first, second = join(at, "first"), join(at, "second")
+    for chunk in range(6):  # of which the first ones have gone
+        at.get(first, chunk, (0, chunk))
+        compute(at)
+        for delivery in at.deliveries():
+            at.release(first, delivery.request)
+    for n in range(2):
+        at.get(first, 10 + n, (0, 6 + n))
+        at.get(second, 10 + n, (0, 1 + n))
+    assert [compute(at) for _ in range(3)] == [(0, 1), (0, 6), (0, 7)]  # it was its turn; 2 is there still
+
+
 @dataclass
 class Job:
     """A trainer that takes a chunk every `pace` ticks, from `begin` to `end`, with two requests outstanding."""
