@@ -11,12 +11,16 @@ import argparse
 import hashlib
 import json
 import logging
+import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
 from headrace import Batch, Loader, tcp
+
+#: Bytes of the last line, and of half a one behind it, at most.
+_LONGEST_LINE = 1 << 22
 
 
 def main() -> None:
@@ -43,8 +47,7 @@ def main() -> None:
     if args.silence is not None:
         tcp.HEARTBEAT, tcp.CONTROL_SILENCE, tcp.DATA_SILENCE = args.silence // 6, args.silence, 2 * args.silence
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    lines = whole_lines(args.record)
-    args.record.write_bytes(b"".join(lines))
+    last = cut_to_whole_lines(args.record)
     with (
         Loader(
             args.source.split(",") if "," in args.source else args.source,
@@ -63,8 +66,8 @@ def main() -> None:
         ) as loader,
         args.record.open("ab") as record,
     ):
-        if lines:
-            loader.load_state_dict(json.loads(lines[-1])["state"])
+        if last:
+            loader.load_state_dict(json.loads(last)["state"])
         taken = 0
         while loader.state_dict()["epoch"] < args.epochs:
             for batch in loader:
@@ -88,6 +91,17 @@ def described(batch: Batch, state: dict[str, Any]) -> dict[str, Any]:
         "rejects": [[reject.index, reject.position, reject.stage] for reject in batch.rejects],
         "state": state,
     }
+
+
+def cut_to_whole_lines(record: Path) -> bytes:
+    """The last whole line; what was written of another one is cut off. A kill at any moment leaves the others."""
+    with record.open("a+b") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE)
+        file.seek(start)
+        tail = file.read()
+        end = tail.rfind(b"\n") + 1
+        file.truncate(start + end)
+    return tail[:end].rstrip(b"\n").rpartition(b"\n")[2]
 
 
 def whole_lines(record: Path) -> list[bytes]:
