@@ -125,7 +125,8 @@ class Network:
         loop: calls back for what arrives.
         heard: called with this network, the identity of a peer and the frame that came from it.
         public: whether it takes in strangers, or only further connections of sessions that began elsewhere.
-        crowded: says whether there are too many connections by now; then the one that came last is cut off.
+        crowded: says whether there are too many connections by now; then the oldest is cut off of those that belong to
+            no session, so that who comes with a purpose finds room among those that come without one.
         known: called with this network and the identity of a peer, says whether its connection belongs to a session;
             one that belongs to none for too long is cut off.
         gate: lets in those who have keys, and encrypts; None: anybody comes in.
@@ -204,6 +205,7 @@ class Network:
 
     def _changed(self) -> None:
         """Connections have come or gone. libzmq takes as many as there are descriptors, and cannot go on then."""
+        known: set[int] | None = None
         for _ in range(_TURN):
             try:
                 event, fd = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
@@ -218,7 +220,8 @@ class Network:
                 continue
             self._connections[fd] = _Peer(time.monotonic())
             if self._crowded():
-                self._cut(fd)
+                known = self._of_sessions() if known is None else known
+                self._cut(next((other for other in self._connections if other not in known), fd))
 
     def _cut_the_useless(self) -> None:
         """End connections over which bytes come and no messages, and those that belong to no session for too long.
@@ -229,9 +232,9 @@ class Network:
         """
         self._changed()
         now = time.monotonic()
-        known = {fd for identity, (fd, _) in self._spoke.items() if self._known(self, identity)}
+        known = self._of_sessions()
         muted = {self._spoke[identity][0]: at for identity, at in self._muted.items() if identity in self._spoke}
-        for fd, peer in self._connections.items():
+        for fd, peer in list(self._connections.items()):
             # To who is heard no more last words must get out.
             if fd not in known and now - max(peer.since, muted.get(fd, 0.0)) > self._attach:
                 self._cut(fd)
@@ -246,8 +249,13 @@ class Network:
             if fd in self._connections or now - at < self._attach
         }
 
+    def _of_sessions(self) -> set[int]:
+        """The descriptors of connections that belong to sessions."""
+        return {fd for identity, (fd, _) in self._spoke.items() if self._known(self, identity)}
+
     def _cut(self, fd: int) -> None:
         self._borrow(fd, _shut_down)
+        self._connections.pop(fd, None)
 
     def _borrow(self, fd: int, use: Callable[[socket.socket], int]) -> int:
         """What `use` makes of a connection of libzmq's; 0 if it is none any more, as it may be at any moment."""

@@ -41,7 +41,7 @@ FAILING = 1 << 20
 #: Messages that a peer which does not read lets wait.
 QUEUE = 2560
 #: Ended connections that are remembered, and seconds between two looks of the daemon's whether they have.
-REMEMBERED, PROBE = 20_000, 0.2
+REMEMBERED, PROBE = 5_000, 0.2
 #: What a client's message may make the daemon do: its own ring's descriptor is opened for each session.
 _ALLOWED = ("/proc/self/fd/",)
 _WATCHED = {"open", "exec", "compile", "import", "os.system", "subprocess.Popen", "socket.connect", "pickle.find_class"}
