@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 
+#: `extra` of a line that whoever writes it bounds: such as what names a bad picture, which must not get lost.
+BOUNDED = {"bounded": True}
+
 #: Lines of one kind in so many seconds.
 MOST, SECONDS = 100, 60.0
 
@@ -11,7 +14,7 @@ MOST, SECONDS = 100, 60.0
 class Quiet(logging.Filter):
     """Lets through some lines of each kind, and says with the next one that goes through how many it has left out.
 
-    A kind is the place in the code that a line comes from.
+    A kind is the place in the code that a line comes from. What is `BOUNDED` always goes through.
     """
 
     def __init__(self, most: int = MOST, seconds: float = SECONDS) -> None:
@@ -21,6 +24,8 @@ class Quiet(logging.Filter):
         self._kinds: dict[tuple[str, int], _Kind] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(record, "bounded", False):
+            return True
         kind = self._kinds.setdefault((record.pathname, record.lineno), _Kind(record.created))
         if not 0 <= record.created - kind.since < self._seconds:  # of a clock that was set back, too
             kind.since, kind.passed = record.created, 0

@@ -50,6 +50,7 @@ from headrace.server.keys import ServerKeys
 from headrace.server.listener import Listener
 from headrace.server.measures import Measures
 from headrace.server.network import TIMINGS, Timings, make_router, send
+from headrace.server.quiet import BOUNDED
 from headrace.server.remote import Remote
 from headrace.server.signals import Signals
 from headrace.server.streams import Listing, OpenStream, open_stream
@@ -692,7 +693,7 @@ class Service:
                 log.warning("stream %s: more bad pictures are not named here; `headrace verify` lists them", name)
             else:
                 what = reject.path, reject.index, reject.stage, reject.reason
-                log.warning("stream %s: bad picture: %s (index %d): %s: %s", name, *what)
+                log.warning("stream %s: bad picture: %s (index %d): %s: %s", name, *what, extra=BOUNDED)
 
     def _fail(self, requests: list[tuple[Session, int]], kind: str, text: str) -> None:
         for session, request in requests:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from headrace.server.quiet import Quiet
+from headrace.server.quiet import BOUNDED, Quiet
 
 
 def record(created: float, line: int = 1, message: str = "client %d left") -> logging.LogRecord:
@@ -28,6 +28,15 @@ def test_other_lines_go_through_meanwhile() -> None:
     quiet = Quiet(most=1, seconds=60)
     assert quiet.filter(record(1000, line=1)) and not quiet.filter(record(1001, line=1))
     assert quiet.filter(record(1001, line=2))
+
+
+def test_what_has_a_bound_of_its_own_always_goes_through() -> None:
+    quiet = Quiet(most=1, seconds=60)
+    for _ in range(3):
+        bounded = record(1000)
+        vars(bounded).update(BOUNDED)
+        assert quiet.filter(bounded)
+    assert quiet.filter(record(1000)) and not quiet.filter(record(1000))
 
 
 def test_a_clock_that_is_set_back_silences_nobody() -> None:
