@@ -207,9 +207,15 @@ class Ring:
         """Map a ring whose descriptor was received. The descriptor is taken over, and closed if this fails.
 
         Raises:
-            ValueError: the segment has another size than these slots need.
-            OSError: it cannot be mapped that way; a read-only descriptor never for writing.
+            ValueError: the segment has another size than these slots need, or might shrink, which kills who reads it.
+            OSError: it is no such segment, or cannot be mapped that way; a read-only descriptor never for writing.
         """
+        try:
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError("the segment is not sealed against becoming smaller")
+        except BaseException:
+            os.close(fd)
+            raise
         return cls(fd, layout, slots, writable=writable)
 
     def read_only_fd(self) -> int:

@@ -7,6 +7,7 @@ import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -182,3 +183,17 @@ def test_the_memory_is_gone_with_the_last_descriptor_and_mapping() -> None:
     ring.close()
     with open("/proc/self/maps") as maps:
         assert not any(f" {inode} " in line and "headrace-ring" in line for line in maps)
+
+
+def test_a_segment_that_might_shrink_is_not_mapped(tmp_path: Path) -> None:
+    """Who reads beyond its new end would be killed by SIGBUS."""
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="not sealed"):
+        fd = os.memfd_create("ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, 3 * LAYOUT.stride)
+        Ring.attach(fd, LAYOUT, 3)
+    with pytest.raises(OSError):
+        file = tmp_path / "ring"
+        file.write_bytes(bytes(3 * LAYOUT.stride))
+        Ring.attach(os.open(file, os.O_RDONLY), LAYOUT, 3)
+    assert len(os.listdir("/proc/self/fd")) == open_files
