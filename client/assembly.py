@@ -106,15 +106,23 @@ class Counts:
     extra: int = 0
 
 
-def ahead(prefetch: int, chunk: int, stride: int) -> int:
-    """Batches from the one that is due on whose chunks are asked for; `stride` is the positions of a step."""
-    return max(prefetch + 1, prefetch * -(-_SMALL * chunk // stride))
+def ahead(prefetch: int, chunk: int, stride: int, busy: int = 1) -> int:
+    """Batches from the one that is due on whose chunks are asked for.
+
+    Args:
+        stride: positions of a step, those of all ranks.
+        busy: chunks that can be worked at at once. So many are asked for by all ranks together, behind the batches that
+            are kept ready: with fewer some workers had nothing to do while a trainer waits.
+    """
+    if not prefetch:
+        return 1
+    return max(prefetch + -(-busy * chunk // stride), prefetch * -(-_SMALL * chunk // stride))
 
 
-def ready(prefetch: int, chunk: int, stride: int, batch_size: int) -> int:
+def ready(prefetch: int, chunk: int, stride: int, batch_size: int, busy: int = 1) -> int:
     """Batches that may miss nothing and not be taken yet, of an epoch and the next one together: those, and in either
     epoch what lies as a whole in the last chunk that they need."""
-    return ahead(prefetch, chunk, stride) + (2 * -(-chunk // stride) if batch_size < chunk else 0)
+    return ahead(prefetch, chunk, stride, busy) + (2 * -(-chunk // stride) if batch_size < chunk else 0)
 
 
 class Assembly:
@@ -126,6 +134,7 @@ class Assembly:
         layout: of a chunk: its positions, and what a label is.
         prefetch: batches kept ready; one more is being assembled. A step of fewer positions than two chunks counts
             as a part of a batch: or else one chunk at a time would be asked for, and one worker would be busy.
+        busy: as in `ahead`.
         on_bad_sample, max_bad: the policy.
         allocate: gives the finished images' memory of a batch, a row per position.
         uniforms: 16 uniform numbers of a position, from the table "replace".
@@ -145,6 +154,7 @@ class Assembly:
         allocate: Callable[[int], NDArray[Any]],
         uniforms: Callable[[int], NDArray[np.float64]],
         counts: Counts,
+        busy: int = 1,
     ) -> None:
         self.epoch = epoch
         self.start = start
@@ -158,7 +168,7 @@ class Assembly:
         self.counts = counts
         self._layout = layout
         self._chunk = chunk = layout.chunk
-        self._ahead = ahead(prefetch, chunk, steps.stride)
+        self._ahead = ahead(prefetch, chunk, steps.stride, busy)
         self._on_bad_sample = on_bad_sample
         self._max_bad = max_bad
         self._limit = max(TOLERATED, max_bad * steps.positions(0))

@@ -86,7 +86,8 @@ class Loader:
         output: `torch` or `numpy`.
         device: None or `cpu`; or `cuda`, `cuda:1`, a torch device: images and labels are tensors there, safe to use on
             the stream that is current in `next()`, and `prefetch` batches lie there ready. It has never run on a GPU.
-        prefetch: batches kept ready.
+        prefetch: batches kept ready. Further ones are begun, so that all ranks together ask for as many chunks as the
+            daemon's workers can be at; with 0 no more than the batch that is due.
         transport: `shm`, through memory shared with a daemon on this host; `tcp`; or `auto`, which is `shm` wherever
             the daemon can be reached on this host.
         curve: keys for a `tcp://` address, `{"secret_key": FILE, "server": FILE}`: this client's own, and the daemon's
@@ -443,7 +444,8 @@ class Loader:
     def _kept(self) -> int:
         """Batches that are made up and not handed out, at most."""
         stride = self.batch_size if self._steps is None else self._steps.stride
-        return ready(self._prefetch, self._welcome.layout.chunk, stride, self.batch_size)
+        welcome = self._welcome
+        return ready(self._prefetch, welcome.layout.chunk, stride, self.batch_size, welcome.in_flight)
 
     def _assemble(self, epoch: int, start: int) -> Assembly:
         return Assembly(
@@ -457,6 +459,7 @@ class Loader:
             allocate=self._form.allocate,
             uniforms=partial(_replacement_row, self._welcome.seed, epoch),
             counts=Counts(),
+            busy=self._welcome.in_flight,
         )
 
     def _take(self, assembly: Assembly) -> Batch | None:

@@ -41,6 +41,7 @@ class Driver:
     start: int = 0
     epoch: int = 2
     prefetch: int = 2
+    busy: int = 1
     window: int = 3
     policy: OnBadSample = "skip"
     max_bad: float = 1.0
@@ -59,7 +60,7 @@ class Driver:
         self.assembly = Assembly(
             epoch=self.epoch, start=self.start, steps=self.steps, layout=SlotLayout(self.chunk, 1, 1, "float32", 2, 9),
             prefetch=self.prefetch, on_bad_sample=self.policy, max_bad=self.max_bad, allocate=self.allocate,
-            uniforms=self.uniforms, counts=self.counts,
+            uniforms=self.uniforms, counts=self.counts, busy=self.busy,
         )  # fmt: skip
 
     def allocate(self, rows: int) -> NDArray[Any]:
@@ -250,6 +251,20 @@ def test_no_more_batches_are_made_up_and_not_taken_than_is_said(
             assert assembly.take() is not None
             assembly.handed = None
     assert most <= ready(prefetch, chunk, steps.stride, batch_size)
+
+
+@given(st.integers(1, 10), st.integers(1, 10), st.integers(1, 3), st.integers(1, 4), st.integers(1, 40))
+def test_all_ranks_together_ask_for_as_many_chunks_as_can_be_worked_at(
+    batch_size: int, chunk: int, prefetch: int, world: int, busy: int
+) -> None:
+    asked: set[int] = set()
+    for rank in range(world):
+        steps = Steps(4000, batch_size, rank, world, "pad")
+        driver = Driver(steps, chunk, prefetch=prefetch, busy=busy, window=1000)
+        driver.ask()
+        asked.update(driver.asked)
+        assert len(driver.outstanding) <= busy + (prefetch + 2) * (2 + -(-batch_size * world // chunk))
+    assert len(asked) >= busy
 
 
 def test_batches_smaller_than_a_chunk_keep_several_chunks_asked_for() -> None:
