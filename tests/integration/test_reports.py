@@ -5,7 +5,7 @@ errors that do not say which file            here; test_files
 files repaired in place                      test_files: a data set is never written to; test_verify
 bad files in a row, last, or only            here; test_loader_daemon: only bad files are a prompt error
 four inks; turned; grey, palette, alpha      test_hard: inks, orientation, png; test_pillow: turned or as stored
-fine patterns when shrunk                    test_pillow: stripes become grey, parity with torchvision; test_resume: recorded
+fine patterns when shrunk                    test_pillow: stripes become grey, parity with torchvision; test_resume
 samples that ranks do not divide             here; test_resume, test_steps, test_assembly
 an empty last batch                          here; test_assembly
 the same order in each epoch                 here; test_loader_daemon
