@@ -19,7 +19,7 @@ from headrace.protocol import Pong
 from headrace.server.usage import own_bytes
 
 #: By how much what is flat may have grown: bytes, as a share and beside it; descriptors.
-GROWTH, SPARE, FEW = 0.25, 12 << 20, 2
+GROWTH, SPARE, FEW = 0.1, 6 << 20, 2
 
 
 @dataclass(eq=False)
