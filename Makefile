@@ -38,7 +38,7 @@ soak: env-dev
 	.venv/bin/pytest -m soak -o faulthandler_timeout=0
 	.venv/bin/python benchmarks/epochs.py
 
-# On a machine that does nothing else, for half an hour. Its page is benchmarks/RESULTS.md; a section alone:
+# On a machine that does nothing else, for the better part of an hour. Its page is benchmarks/RESULTS.md; a section alone:
 # make bench BENCH='--only large'. With TensorSocket and FFCV: make bench PEERS=all
 PEERS ?= usual
 bench: build/peers/$(PEERS).stamp
