@@ -12,9 +12,10 @@ gpu       one GPU's worker against a bare DALI pipeline there; nothing where the
 peers     with `--peers all`: TensorSocket with two trainers and FFCV
 
 Claims, on 2 cores: with ImageNet-like photos and float32 the daemon with `dali-cpu` has 0.95 of bare DALI, 1.4 of the
-DataLoader and 2 times tf.data's service; with large ones 0.95 of bare DALI and 1.35 of the DataLoader; four trainers together get 2.5 times what one of float32 gets if they take
-float32, and 3.5 times it as uint8, two get 2 times TensorSocket's two; no chunk is rendered twice and the daemon itself
-takes under 3 % of its workers' CPU time; over tcp it moves 0.9 of what a bare program moves.
+DataLoader and 2 times tf.data's service; with large ones 0.95 of bare DALI and 1.35 of the DataLoader. Four trainers
+together get 2.5 times what one of float32 gets if they take float32, and 3.5 times it as uint8, two get 2 times
+TensorSocket's two; no chunk is rendered twice and the daemon itself takes under 3 % of its workers' CPU time; over tcp
+it moves 0.9 of what a bare program moves.
 
 It runs in a virtual environment of its own, build/peers, where its peers are. Each section leaves what it found in
 build/bench, and the page is of all sections that are there from the same machine, so that they can be run one by one;
