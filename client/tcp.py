@@ -79,12 +79,10 @@ _LINGER = 500
 #: just before a connection's end: a Goodbye, for one.
 _NEVER = (1 << 31) - 1
 
+#: Not the event of a handshake that failed by the protocol: with keys it comes for any later message that is damaged,
+#: too, and libzmq loses the error's number in saying so, goes on, and ends the process at the connection's end.
 _ENDS = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
 #: An event of ZeroMQ's monitor: its number, and a value.

@@ -71,7 +71,8 @@ class Gate:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], loop: Loop, keys: ServerKeys) -> None:
         self._loop = loop
         self._keys = keys
-        self._unknown = self._keyless = 0
+        self._unknown = 0
+        self._nameless = 0  # connections that ended without a word, less those that are accounted for
         self._last = ""
         self._said = -_SAY
         self._socket = context.socket(zmq.REP)
@@ -86,9 +87,18 @@ class Gate:
         router.zap_domain = _DOMAIN
         router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without it a gate that is missing would be an open one
 
-    def failed(self) -> None:
-        """Somebody had no key, or takes the daemon for another: their handshake was no handshake to libzmq."""
-        self._keyless += 1
+    def ended(self) -> None:
+        """A connection is over on which no message came."""
+        self._nameless += 1
+
+    def hung_up(self) -> None:
+        """One of those has ended itself before it could be judged, as who only looks does, or was too slow."""
+        self._nameless -= 1
+
+    @property
+    def _keyless(self) -> int:
+        """Who had no key, or took the daemon for another."""
+        return max(0, self._nameless)
 
     def tick(self) -> None:
         """Say who was turned away, at once and then once a minute."""
@@ -96,7 +106,8 @@ class Gate:
             self._say()
 
     def _say(self) -> None:
-        if not self._unknown + self._keyless:
+        keyless = self._keyless
+        if not self._unknown + keyless:
             return
         self._said = time.monotonic()
         log.warning(
@@ -104,10 +115,11 @@ class Gate:
             "for another daemon than that of the key %s",
             self._unknown,
             self._last,
-            self._keyless,
+            keyless,
             self._keys.own.public.decode(),
         )
-        self._unknown = self._keyless = 0
+        self._unknown = 0
+        self._nameless -= keyless
         self._last = ""
 
     def close(self) -> None:
@@ -134,6 +146,7 @@ class Gate:
                 if (name := self._keys.clients.get(key)) is not None:
                     return [_VERSION, request, b"200", b"OK", name.encode(), b""]
                 self._unknown += 1
+                self._nameless -= 1  # it will end, and that without a word
                 self._last = f", the last one {z85.encode(key).decode()} from {shown(address)}"
         return [_VERSION, request, b"400", b"", b"", b""]
 

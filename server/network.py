@@ -159,6 +159,7 @@ class Network:
         self._busy: set[Lane] = set()
         self._ports: set[int] = set()
         self._connections: dict[int, _Peer] = {}  # by libzmq's descriptor
+        self._cut_off: dict[int, _Peer] = {}  # those of which libzmq has not told yet
         self._spoke: dict[bytes, tuple[int, float]] = {}  # over which descriptor a peer has spoken last, and when
         self._looked = time.monotonic()
         self._router = make_router(context, threads=threads)
@@ -172,8 +173,10 @@ class Network:
         router.setsockopt(zmq.HANDSHAKE_IVL, _ms(timings.attach))
         router.setsockopt(zmq.TCP_MAXRT, _ms(timings.stuck))
         name = f"inproc://headrace-network-{next(_numbers)}"
-        failed = 0 if gate is None else zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        router.monitor(name, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | failed)
+        # Never the event of a handshake that failed by the protocol: with keys it comes for any later message that is
+        # damaged, too, and libzmq loses the error's number in saying so, goes on, and ends the process with the peer.
+        hung_up = 0 if gate is None else zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        router.monitor(name, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | hung_up)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop libzmq's thread
         self._monitor.connect(name)
@@ -212,12 +215,15 @@ class Network:
             except zmq.Again:
                 return
             if event == zmq.EVENT_DISCONNECTED:
-                self._connections.pop(fd, None)
+                peer = self._connections.pop(fd, None) or self._cut_off.pop(fd, None)
+                if self.gate is not None and peer is not None and not peer.heard:
+                    self.gate.ended()
                 continue
             if event != zmq.EVENT_ACCEPTED:  # its value is no descriptor
                 if self.gate is not None:
-                    self.gate.failed()
+                    self.gate.hung_up()
                 continue
+            self._cut_off.pop(fd, None)
             self._connections[fd] = _Peer(time.monotonic())
             if self._crowded():
                 known = self._of_sessions() if known is None else known
@@ -242,11 +248,13 @@ class Network:
                 self.nonsense += 1
                 self._cut(fd)
         self._large = {identity: tracker for identity, tracker in self._large.items() if not tracker.done}
-        # A message may be here before the news of its connection.
+        # A message may be here before the news of its connection. Of those that are nobody's, the descriptor may be
+        # another's by now, and so on: they would be more and more.
         self._spoke = {
             identity: (fd, at)
             for identity, (fd, at) in self._spoke.items()
-            if fd in self._connections or now - at < self._attach
+            if now - at < self._attach
+            or (fd in self._connections and (identity in self._muted or self._known(self, identity)))
         }
 
     def _of_sessions(self) -> set[int]:
@@ -255,7 +263,8 @@ class Network:
 
     def _cut(self, fd: int) -> None:
         self._borrow(fd, _shut_down)
-        self._connections.pop(fd, None)
+        if (peer := self._connections.pop(fd, None)) is not None:
+            self._cut_off[fd] = peer
 
     def _borrow(self, fd: int, use: Callable[[socket.socket], int]) -> int:
         """What `use` makes of a connection of libzmq's; 0 if it is none any more, as it may be at any moment."""

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import logging
 import os
+import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 import zmq
 
-from headrace import protocol
+from headrace import protocol, tcp
 from headrace.connect import reach
 from headrace.errors import ConfigError
 from headrace.keys import Keys, generate, read_pair, read_public
@@ -158,6 +160,61 @@ def test_who_pretends_to_be_through_with_the_handshake_is_not_heard(hub: Hub) ->
     hub.until(lambda: hub.turned_away() == (0, 2))
     hub.until(lambda: not hub.network.connections)
     assert not hub.heard
+
+
+class Relay:
+    """Between a peer and the hub; damages what one of them says next, once it is told to."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._port = int(endpoint.rpartition(":")[2])
+        self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        self.damages: str | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        peer, _ = self._server.accept()
+        with peer, socket.create_connection(("127.0.0.1", self._port)) as hub:
+            while True:
+                for source, target, name in ((peer, hub, "peer"), (hub, peer, "hub")):
+                    if select.select([source], [], [], 0.002)[0]:
+                        if not (data := bytearray(source.recv(1 << 16))):
+                            return
+                        if self.damages == name:
+                            data[3] ^= 1  # of the name of CURVE's command for a message
+                            self.damages = None
+                        target.sendall(data)
+
+    def close(self) -> None:
+        self._thread.join(TIMEOUT)
+        self._server.close()
+
+
+@pytest.mark.parametrize("who", ["peer", "hub"])
+def test_a_message_that_was_damaged_on_its_way_ends_the_connection_and_no_process(hub: Hub, who: str) -> None:
+    """libzmq tells of it as of a handshake that failed, and forgets in doing so that it has."""
+    for _ in range(5):
+        hub.heard.clear()
+        relay = Relay(hub.endpoint)
+        keys = Keys.load({"secret_key": hub.folder / "alice.key_secret", "server": hub.folder / "server.key"})
+        lane = tcp.Lane(hub._peers, relay.endpoint, silence=60_000, limit=1000, keys=keys)
+        try:
+            lane.send(Ping())
+            hub.until(lambda: hub.heard)
+            relay.damages = who
+            if who == "peer":
+                lane.send(Ping())
+            else:
+                assert hub.network.send(hub.heard[0][0], Alive())
+            hub.until(lambda lane=lane: lane.monitor.poll(0))  # type: ignore[misc]
+            assert lane.end() is tcp.End.CLOSED
+            hub.until(lambda: not hub.network.connections)
+            assert len(hub.heard) == 1 and not lane.socket.poll(0)
+        finally:
+            lane.close()
+            relay.close()
+    assert hub.turned_away() == (0, 0)
 
 
 def test_a_look_without_keys_is_counted_and_one_with_keys_is_not(hub: Hub) -> None:

@@ -360,6 +360,28 @@ def test_connections_that_belong_to_no_session_are_cut_off_after_a_while_and_the
     hub.until(lambda: hub.network.connections == 0)
 
 
+def test_strangers_that_come_and_go_leave_nothing_behind(
+    hubs: Callable[..., Hub], bare: Callable[..., BareClient]
+) -> None:
+    """Whoever comes next has the descriptor of who has gone."""
+    hub = hubs(attach=0.2)
+    for _ in range(20):
+        before = len(hub.heard)
+        strangers = [bare(hub.endpoint) for _ in range(3)]
+        for stranger in strangers:
+            stranger.say(Ping())
+        hub.until(lambda before=before: len(hub.heard) == before + 3)  # type: ignore[misc]
+        for stranger in strangers:
+            stranger.close()
+        hub.until(lambda: not hub.network.connections)
+    client = bare(hub.endpoint)
+    hub.known.add(hub.lane(client).identity)
+    hub.turn(1.0)
+    assert hub.network.connections == 1
+    assert set(hub.network._spoke) == hub.known
+    assert len(hub.network._cut_off) == 0
+
+
 def test_of_what_is_large_one_waits_for_a_peer_that_does_not_read(
     hubs: Callable[..., Hub], bare: Callable[..., BareClient]
 ) -> None:
