@@ -305,6 +305,8 @@ class Engine:
             try:
                 session = self._open()
             except ConnectionLost:
+                if isinstance(self._locate, Servers):
+                    raise
                 # A private daemon may be found in the moment in which it ends with its last session.
                 session = self._open()
         except Interrupted:

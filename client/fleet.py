@@ -245,7 +245,7 @@ class Fleet:
 
     def answered(self, member: Member, request: int, now: float) -> tuple[bool, list[Ask]]:
         """It has brought what was asked for. Whether that is the first to come, and is to be used."""
-        was_late = self._heard(member, request, now)
+        again = self._heard(member, request, now)
         member.got += 1
         first = self._open.pop(request, None) is not None
         if first:
@@ -254,12 +254,12 @@ class Fleet:
             self._span += 1
             if self._span >= _SPAN and now - self._began >= _LONG:
                 self._weigh(now)
-        return first, self._settle(self._open, now) if was_late else []
+        return first, self._settle(self._open, now) if again else []
 
     def failed(self, member: Member, request: int, now: float) -> tuple[bool, list[Ask]]:
         """It cannot bring this one. Whether nobody is left to ask, and the request is over."""
-        was_late = self._heard(member, request, now)
-        asks = self._settle(self._open, now) if was_late else []
+        again = self._heard(member, request, now)
+        asks = self._settle(self._open, now) if again else []
         opened = self._open.get(request)
         if opened is None:
             return False, asks
@@ -276,6 +276,12 @@ class Fleet:
         self._open = {number: opened for number, opened in self._open.items() if number > request}
         for member in self.members:
             member.owed = {number: since for number, since in member.owed.items() if number > request}
+
+    def spare(self, member: Member, requests: Iterable[int], now: float) -> None:
+        """It has been told that these are not wanted of it any more."""
+        self._count(member, now)
+        for request in requests:
+            del member.owed[request]
 
     def overdue(self, now: float) -> tuple[list[Member], list[Ask]]:
         """Who is late since a moment ago, and what to do about what takes too long. To be called after everything that
@@ -355,15 +361,15 @@ class Fleet:
         return Ask(member, request)
 
     def _heard(self, member: Member, request: int, now: float) -> bool:
-        """It answers. Whether it was late."""
+        """It answers. Whether it can be asked again, and could not before: it was late, or owed as much as it may."""
         self._count(member, now)
-        was_late, member.late = member.late, False
+        again, member.late = member.late or not self._room(member), False
         member.owed.pop(request, None)
         passed = min(now - member.stirred, self._longest)
         member.stirred = now
         before = passed if member.distance is None else member.distance
         member.distance = max(passed, before + _FORGET * (passed - before))
-        return was_late
+        return again
 
     def _later(self, member: Member, now: float) -> None:
         member.due = now + member.pause

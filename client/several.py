@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 #: Seconds that the other servers are given to answer too, once the first one has, before a Loader begins without them.
 _GRACE = 2.0
 
-#: Seconds that threads which are joining servers have to notice that they are to end.
-_ENDING = 5.0
+#: Seconds that threads which are joining servers have to notice that they are to end; more than they need.
+_ENDING = 1.0
 
 #: What servers say of a stream that makes no difference once a Loader is made.
 _DEFAULTS = ("output", "on_bad_sample", "max_bad")
@@ -253,7 +253,7 @@ class SeveralSession:
         self._gone.clear()
         deadline = time.monotonic() + _ENDING
         for thread in list(self._threads):
-            # One that is held up by the system's resolver has no socket yet, and finds that it is to end.
+            # One that is held up by the system's resolver has no socket yet, and finds later that it is to end.
             thread.join(max(0.0, deadline - time.monotonic()))
         for _, session in self._arrivals():
             if not isinstance(session, HeadraceError):
@@ -397,7 +397,11 @@ class SeveralSession:
             self._lose(joined, trouble)
             return
         for answer in events.answers:
+            late = member.late
             self._hear(joined, answer, answers)
+            if late and not member.late:
+                log.info("the server at %s answers again", member.address)
+                self._spare(joined)
         if events.lost is not None:
             log.warning(
                 "%s (%s); asking others for %d chunks of it",
@@ -414,8 +418,6 @@ class SeveralSession:
             if not failed:
                 joined.session.release(number)
             return
-        if member.late:
-            log.info("the server at %s answers again", member.address)
         if isinstance(answer, Failed):
             over, asks = self._fleet.failed(member, request, now)
             if over:
@@ -440,6 +442,13 @@ class SeveralSession:
         else:  # another server was faster
             joined.session.release(number)
         self._ask(asks)
+
+    def _spare(self, joined: _Joined) -> None:
+        """Others brought what this server owes: let it come to what is still wanted, instead of to that first."""
+        stale = list(itertools.takewhile(lambda number: joined.asked[number] not in self._wanted, joined.asked))
+        if stale:
+            self._fleet.spare(joined.member, [joined.asked.pop(number) for number in stale], time.monotonic())
+            joined.session.cancel(stale[-1])
 
     def _lose(self, joined: _Joined, reason: str) -> None:
         member = joined.member

@@ -370,8 +370,10 @@ class ScriptedDaemon:
             channel.post(encode(self._about_session(token, "tcp", self.tcp_address)))
             return
         fd = self._ring.read_only_fd()
-        channel.post(encode(self._about_session(token, "shm", f"{self.address}.zmq")), [fd])
-        os.close(fd)
+        try:
+            channel.post(encode(self._about_session(token, "shm", f"{self.address}.zmq")), [fd])
+        finally:
+            os.close(fd)
 
     def _pong(self) -> Pong:
         return Pong(

@@ -415,6 +415,42 @@ def test_a_server_that_says_nothing_holds_up_neither_the_beginning_nor_the_run_n
         assert time.monotonic() - before < 5
 
 
+def test_a_server_whose_name_the_resolver_looks_up_for_ever_holds_up_neither_the_run_nor_the_end(
+    place: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, found, resolve = threading.Event(), threading.Event(), socket.getaddrinfo
+
+    def getaddrinfo(host: str, *about: Any, **more: Any) -> Any:
+        if host != "far.example":
+            return resolve(host, *about, **more)
+        known.wait(30)
+        found.set()
+        return resolve("127.0.0.1", *about, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with ScriptedDaemon(place / "a") as a, ScriptedDaemon(place / "b") as b:
+        far = b.tcp_address.replace("127.0.0.1", "far.example")
+        with open_loader(a, far) as loader:
+            check_epoch(loader, 0)
+            assert told(loader, "state") == ["up", "down"]
+        assert not known.is_set() and not found.is_set()
+        known.set()
+        wait_until(lambda: not any(thread.name == "headrace-join" for thread in threading.enumerate()))
+        assert found.is_set() and not b.gets and not b.remote  # and whoever comes too late joins nobody
+
+
+def test_without_any_server_each_is_given_its_time_once(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(place / "b"))
+        silent.listen()
+        silent.setblocking(False)
+        with pytest.raises(ConnectionLost, match="(?s)No such file.*does not answer"):
+            open_loader(f"ipc://{place}/a", f"ipc://{place}/b", timeout=0.3)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+
+
 def test_a_server_that_lists_for_long_joins_when_it_is_done(place: Path, quick: None) -> None:
     with ScriptedDaemon(place / "a") as a, ScriptedDaemon(place / "b", indexing=None) as b:
         with open_loader(a, b) as loader:

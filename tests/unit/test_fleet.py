@@ -14,6 +14,7 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from headrace import fleet as module
 from headrace.fleet import BACKOFF, Ask, Fleet, Member
 
 NAMES = ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
@@ -272,6 +273,21 @@ def test_requests_wait_while_nobody_is_there() -> None:
     assert ask(made, 3, 0.0) == []
     member = made.to_open(0.0)[1]
     assert made.joined(member, "tcp", 4, 5.0) == [Ask(member, 0), Ask(member, 1), Ask(member, 2)]
+
+
+def test_requests_for_which_no_server_has_room_are_asked_for_when_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_OUTSTANDING", 2)
+    made = fleet(2)
+    coming = ask(made, 10, 0.0)
+    assert len(coming) == 4
+    ended = []
+    while coming:
+        member, request = coming.pop(0)
+        over, asks = (made.failed if request % 3 == 0 else made.answered)(member, request, 1.0)
+        ended += [request] * over
+        coming += asks
+        assert all(len(member.owed) <= 2 for member in made.members)
+    assert sorted(ended) == list(range(10))
 
 
 def test_attempts_to_join_come_later_each_time_until_it_works_and_brings_something() -> None:
