@@ -12,7 +12,8 @@ while servers are what this trainer waits for: else no weight would make it fast
 
 Lateness. A server that owes something and has answered nothing for much longer than its answers lay apart is *late*,
 and what it owes is asked for at the next in rank, too. Whatever it still brings is taken if it is the first; then it
-is late no more. While it is late it gets one request at a time, and that is asked for elsewhere as well.
+is late no more, and need not bring what others have brought. While it is late it gets one request at a time, and that
+is asked for elsewhere as well.
 """
 
 from __future__ import annotations
@@ -228,8 +229,9 @@ class Fleet:
         self._later(member, now)
         for request in owed:
             if request in self._open:
-                self._open[request].holders.remove(member)
-                member.moved += 1
+                opened = self._open[request]
+                opened.holders.remove(member)
+                member.moved += not opened.holders  # or it has moved before, when this one was late
         return self._settle(owed, now)
 
     # -- requests -----------------------------------------------------------------------------------------------

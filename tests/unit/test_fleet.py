@@ -199,6 +199,7 @@ def test_a_late_server_is_no_longer_asked_until_it_answers() -> None:
     late, moved = made.overdue(15.0)
     assert late == [slow] and slow.lates == 1
     assert moved == [Ask(other, request) for request in owed]
+    assert slow.moved == len(owed)
     assert {a.member for a in ask(made, 20, 15.0, 20)} == {other}
     assert made.answered(other, owed[0], 15.1)[0]
     first, asks = made.answered(slow, owed[0], 15.2)
@@ -206,6 +207,18 @@ def test_a_late_server_is_no_longer_asked_until_it_answers() -> None:
     assert made.answered(slow, owed[1], 15.3)[0]
     assert not made.answered(other, owed[1], 15.3)[0]
     assert slow in {a.member for a in ask(made, 20, 15.3, 40)}
+
+
+def test_what_has_moved_from_a_late_server_does_not_move_again_when_it_dies() -> None:
+    made = fleet(2)
+    asks = ask(made, 20, 0.0)
+    slow, other = made.members
+    for request in [a.request for a in asks if a.member is other]:
+        made.answered(other, request, 14.9)
+    (_, moved), before = made.overdue(15.0), slow.moved
+    assert before == len(moved) == len(slow.owed)
+    assert made.lost(slow, "killed", 16.0) == []
+    assert slow.moved == before
 
 
 def test_a_server_whose_answers_lay_close_together_is_late_sooner() -> None:
