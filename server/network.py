@@ -403,7 +403,9 @@ def make_router(context: zmq.Context[zmq.Socket[bytes]], *, threads: range) -> z
     router.setsockopt(zmq.MAXMSGSIZE, protocol.CLIENT_LIMIT)
     # A session's answers are bounded by its requests, but not what is said to those who have none.
     router.setsockopt(zmq.SNDHWM, _QUEUE)
-    router.setsockopt(zmq.RCVHWM, _TURN)  # the others wait in the kernel, or where they come from
+    # The others wait in the kernel, or where they come from. A session never has so many: libzmq ends the process when
+    # a connection breaks while it is full, and a heartbeat is due or waits behind.
+    router.setsockopt(zmq.RCVHWM, _QUEUE // 2)
     return router
 
 

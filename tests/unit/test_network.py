@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from remote import BareClient
 
 from headrace import protocol
 from headrace.errors import ConfigError
-from headrace.protocol import Alive, Goodbye, Ping, Rows
+from headrace.protocol import Alive, Get, Goodbye, Ping, Rows
 from headrace.server.network import TIMINGS, Lane, Network
 from headrace.workers.loop import Loop
 
@@ -358,6 +359,26 @@ def test_connections_that_belong_to_no_session_are_cut_off_after_a_while_and_the
     hub.lane(peer)
     hub.known.clear()
     hub.until(lambda: hub.network.connections == 0)
+
+
+def test_a_client_that_breaks_off_with_all_it_may_have_said_unread_ends_nothing(
+    hubs: Callable[..., Hub], bare: Callable[..., BareClient]
+) -> None:
+    """libzmq would end the process if it had stopped to read, and found a heartbeat in what it has read already."""
+    hub = hubs()
+    client = bare(hub.endpoint)
+    lane = hub.lane(client)
+    data = protocol.encode(Get(token=bytes(16), request=0, epoch=0, chunk=0))
+    said = (b"\x00" + bytes([len(data)]) + data) * (protocol.MAX_OUTSTANDING // 64)
+    for _ in range(64):
+        client.socket.sendall(said + b"\x04\x07\x04PING\x00\x00")
+    time.sleep(0.2)
+    client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+    time.sleep(0.1)
+    hub.until(lambda: hub.network.gone(lane.identity))
+    # What comes out of a connection that has ended is nobody's.
+    hub.until(lambda: len(hub.heard) + hub.network.nonsense == 1 + protocol.MAX_OUTSTANDING)
 
 
 def test_strangers_that_come_and_go_leave_nothing_behind(
