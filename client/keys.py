@@ -106,15 +106,30 @@ def read_public(file: Path, what: str) -> bytes:
     """The key of a file NAME.key, in Z85.
 
     Raises:
-        ConfigError: it cannot be read, or is no such file.
+        ConfigError: it cannot be read, anybody can change it, or it is no such file.
     """
-    _look(file, what)
+    status = _look(file, what)
     public, secret = _read(file, what)
     if secret is not None:
         raise ConfigError(
             f"{what}: {file} holds a secret key, which only its owner should have: name the file NAME{PUBLIC}"
         )
+    check_closed(file, status, what)
     return public
+
+
+def check_closed(place: Path, status: os.stat_result, what: str) -> None:
+    """
+    Raises:
+        ConfigError: anybody may change this file or folder, and so say who is trusted.
+    """
+    # Folders of secrets in containers are open by their mode, and mounted so that nobody can write.
+    if status.st_mode & 0o002 and not os.statvfs(place).f_flag & os.ST_RDONLY:
+        mode = f"{stat.S_IMODE(status.st_mode):04o}"
+        raise ConfigError(
+            f"{what}: anybody on this machine can change {place} (mode {mode}), and so say whose keys are trusted: "
+            f"chmod o-w {place}"
+        )
 
 
 def generate(folder: Path, name: str) -> tuple[Path, Path]:

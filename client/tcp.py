@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import itertools
 import os
+import re
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -89,7 +90,7 @@ _ENDS = (
 _EVENT = struct.Struct("=HI")
 
 #: Where a session may go on that began on a Unix socket.
-_HERE = ("tcp://127.0.0.1:", "tcp://[::1]:")
+_HERE = re.compile(r"tcp://(127\.0\.0\.1|\[::1\]):[0-9]{1,5}")
 
 _numbers = itertools.count()
 
@@ -357,7 +358,7 @@ class RemoteSession:
         try:
             welcome = lifeline.welcome
             _expect_tcp(address, welcome)
-            if not welcome.endpoint.startswith(_HERE):
+            if not _HERE.fullmatch(welcome.endpoint):  # to libzmq, "tcp://127.0.0.1:0;HOST:PORT" is at HOST
                 raise ProtocolError(f"the daemon at {address} names the endpoint {welcome.endpoint}, not one here")
             control = Lane(context, welcome.endpoint, silence=CONTROL_SILENCE, limit=protocol.DAEMON_LIMIT)
             session = cls(address, welcome, lanes, lanes.add(control), lifeline)

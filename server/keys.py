@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import zmq
 from zmq.utils import z85
 
 from headrace.errors import ConfigError
-from headrace.keys import PUBLIC, Pair, read_pair, read_public
+from headrace.keys import PUBLIC, Pair, check_closed, read_pair, read_public
 from headrace.pipeline.index import shown
 from headrace.pipeline.spec import Curve
 from headrace.workers.loop import Loop
@@ -153,12 +154,14 @@ class Gate:
 
 def _files(place: Path) -> list[Path]:
     """A file, or those of a folder that hold public keys."""
-    if not place.is_dir():
-        return [place]
     try:
+        status = place.stat()
+        if not stat.S_ISDIR(status.st_mode):
+            return [place]
+        check_closed(place, status, "curve.clients")
         found = sorted(file for file in place.iterdir() if file.suffix == PUBLIC and not file.name.startswith("."))
     except OSError as error:
-        raise ConfigError(f"curve.clients: {place} cannot be listed: {error.strerror}") from None
+        raise ConfigError(f"curve.clients: {place} cannot be read: {error.strerror}") from None
     if not found:
         raise ConfigError(f"curve.clients: no NAME{PUBLIC} is in {place}, so nobody could connect")
     return found

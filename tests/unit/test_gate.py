@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -325,6 +326,31 @@ def test_a_folder_without_a_key_would_let_nobody_in(home: Path) -> None:
     os.chmod(server[0], 0o644)
     with pytest.raises(ConfigError, match=r"curve\.secret_key: .* is open to others"):
         ServerKeys.load(Curve(secret_key=server[0], clients=[server[1]]))
+
+
+@pytest.mark.parametrize("name", ["c", "c/alice.key"])
+def test_keys_that_anybody_may_add_or_change_are_refused(
+    home: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, place = generate(home / "s", "s")[1], home / name
+    generate(home / "c", "alice")
+    curve = Curve(secret_key=server, clients=[home / "c"])
+    place.chmod(0o772)
+    with pytest.raises(ConfigError, match=rf"^curve\.clients: anybody .* can change {place} .*chmod o-w"):
+        ServerKeys.load(curve)
+    place.chmod(0o775)
+    assert ServerKeys.load(curve)
+    place.chmod(0o777)
+    monkeypatch.setattr(os, "statvfs", lambda path: mock.Mock(f_flag=os.ST_RDONLY))
+    assert ServerKeys.load(curve)
+
+
+@pytest.mark.parametrize("place", ["x" * 300, "c/alice.key/x", "loop"])
+def test_a_place_that_cannot_even_be_looked_at_is_named(home: Path, place: str) -> None:
+    server = generate(home / "c", "alice")[1]
+    (home / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match=r"^curve\.clients: .* cannot be read: "):
+        ServerKeys.load(Curve(secret_key=server, clients=[home / place]))
 
 
 def test_with_keys_a_daemon_may_listen_where_others_reach_it() -> None:

@@ -316,7 +316,16 @@ def test_a_handshake_that_goes_wrong_says_how_and_leaves_nothing_open(
         RemoteSession.open(address, None, context, timeout=0.3, stop=wake)
 
 
-@pytest.mark.parametrize("endpoint", ["nowhere", "tcp://127.0.0.1:none", "tcp://192.0.2.1:5555"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "nowhere",
+        "tcp://127.0.0.1:none",
+        "tcp://192.0.2.1:5555",
+        "tcp://127.0.0.1:0;127.0.0.2:5555",
+        "tcp://127.0.0.1:5555\n",
+    ],
+)
 def test_an_endpoint_that_is_none_or_of_another_host_is_an_error(
     socket_file: Path, context: Context, wake: int, endpoint: str
 ) -> None:
