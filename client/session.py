@@ -224,6 +224,8 @@ def differences(first: Welcome, other: Welcome) -> list[str]:
             ("files or labels", first.fingerprints.data, other.fingerprints.data),
             ("order (seed or shuffle)", first.fingerprints.order, other.fingerprints.order),
             ("pixels (decode, transforms or chunk)", first.fingerprints.pixels, other.fingerprints.pixels),
+            # Which the digests should cover; but NumPy would stretch a picture of one row or column over a larger one.
+            ("chunk or size of the pictures", first.layout.image_shape, other.layout.image_shape),
             ("kind of label", _kind(first), _kind(other)),
             ("columns", first.columns, other.columns),
         )

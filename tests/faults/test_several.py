@@ -312,6 +312,7 @@ def test_what_was_taken_back_is_given_back_to_whoever_brings_it(place: Path) -> 
         ({"order": "other", "pixels": "others"}, "order"),
         ({"columns": ["n"]}, "columns"),
         ({"samples": 44}, "number of samples"),
+        ({"size": (1, 3)}, "chunk or size of the pictures"),
         ({"output": Output("uint8"), "max_bad": 0.5}, "output, max_bad differ"),
     ],
 )
