@@ -25,7 +25,14 @@ import zmq
 from numpy.typing import NDArray
 
 from headrace.bell import Bell
-from headrace.errors import ConnectionLost, HeadraceError, ProtocolError, RenderMismatch, StateError
+from headrace.errors import (
+    ConnectionLost,
+    DeadlineError,
+    HeadraceError,
+    ProtocolError,
+    RenderMismatch,
+    StateError,
+)
 from headrace.fleet import Ask, Fleet, Member
 from headrace.pace import Pace
 from headrace.protocol import Chunk, Failed, Rows, Welcome
@@ -153,6 +160,7 @@ class _Renumbered:
 
 class SeveralSession:
     """Make it with `Servers.open`. It is never over by itself: while no server is there, requests wait for the next.
+    Only where all were reached, and none will do, `wait` says so.
 
     Attributes:
         welcome: of the first server, with what all of them together take.
@@ -167,6 +175,8 @@ class SeveralSession:
         self._connect = connect
         self._joined: dict[Member, _Joined] = {}
         self._welcomes: dict[Member, Welcome] = {}
+        #: Why those that were reached last time cannot be asked; trying again gives the same until somebody mends it.
+        self._unfit: dict[Member, HeadraceError] = {}
         #: Sessions that are over, and may have brought what the engine still reads.
         self._gone: list[_Joined] = []
         #: What each request that has no answer yet is for: epoch, chunk, first, count. Who brought it, once it has.
@@ -240,6 +250,8 @@ class SeveralSession:
         if self._bell.fd in ready:
             for joining in self._arrivals():
                 self._join(*joining)
+            if len(self._unfit) == len(self._fleet.members):
+                raise _none(self._unfit)
         self._move_overdue()
         return Events(answers, None)
 
@@ -343,13 +355,17 @@ class SeveralSession:
     def _join(self, member: Member, outcome: Part | HeadraceError) -> HeadraceError | None:
         """Take this server in, or say why not."""
         now, servers = time.monotonic(), self._servers
+        self._unfit.pop(member, None)
         if isinstance(outcome, HeadraceError):
+            if not isinstance(outcome, (ConnectionLost, DeadlineError)):
+                self._unfit[member] = outcome
             if self._fleet.missing(member, str(outcome), now):
                 log.warning("the server at %s cannot be joined: %s", member.address, str(outcome))
             return outcome
         error = servers.unlike(member.address, outcome.welcome, first=self._first)
         if error is not None:
             outcome.close()
+            self._unfit[member] = error
             if self._fleet.missing(member, str(error), now):
                 log.error("%s; it is not asked for anything", str(error))
             return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -337,6 +338,36 @@ def test_a_server_that_comes_back_with_other_pictures_is_named_and_not_asked(
                 assert not b.gets
                 assert "pixels (decode, transforms or chunk) differ" in told(loader, "trouble")[1]
                 assert caplog.text.count("is not asked for anything") == 1  # not each time that it is tried
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"pixels": "others"}, StateError, "does not serve the same stream"),
+        ({"refuse": Refused(kind="DatasetError", text="/data is not there")}, DatasetError, "/data is not there"),
+    ],
+)
+def test_if_no_server_that_comes_back_will_do_that_is_said_and_the_run_goes_on_once_it_is_mended(
+    place: Path, change: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    samples = 400  # more than are fetched ahead
+    a, b = ScriptedDaemon(place / "a", samples=samples), ScriptedDaemon(place / "b", samples=samples)
+    with open_loader(a, b) as loader:
+        batches = iter(loader)
+        got = [next(batches)]
+        a.close()
+        b.close()
+        change = change | {"samples": samples}
+        with ScriptedDaemon(place / "a", **change), ScriptedDaemon(place / "b", **change):
+            for _ in range(2):  # also by the `next` that tries again
+                with pytest.raises(error, match=f"(?s)none of 2 servers can be joined: .*{said}.*{said}"):
+                    while True:
+                        got.append(next(batches))
+        with ScriptedDaemon(place / "b", samples=samples):
+            while len(got) < len(loader):
+                with contextlib.suppress(error):  # that was tried again before it was mended
+                    got.append(next(batches))
+        check_epoch(got, 0, samples=samples)
 
 
 def test_a_server_that_comes_back_with_other_defaults_is_asked(place: Path) -> None:
