@@ -42,6 +42,8 @@ _TURN = 256
 _QUEUE = 2 * (protocol.MAX_OUTSTANDING + 256)
 #: Seconds between two looks at frames that have not left, and the latter between two at connections.
 _SOONEST, _LATEST = 0.005, 0.25
+#: How many times as long as a look at connections takes there is none: a crowd must not keep the daemon at it.
+_REST = 20
 #: Bytes of a field that is copied: less than what it costs to keep account of it.
 _COPIED = 1 << 16
 #: Connections that wait to be taken: of more the kernel lets the others try again, a second later.
@@ -162,6 +164,7 @@ class Network:
         self._cut_off: dict[int, _Peer] = {}  # those of which libzmq has not told yet
         self._spoke: dict[bytes, tuple[int, float]] = {}  # over which descriptor a peer has spoken last, and when
         self._looked = time.monotonic()
+        self._pause = _LATEST
         self._router = make_router(context, threads=threads)
         router = self._router
         if gate is not None:
@@ -367,9 +370,10 @@ class Network:
 
     def sweep(self) -> None:
         """Say what has left; and look after connections now and then."""
-        if time.monotonic() - self._looked > _LATEST:
-            self._looked = time.monotonic()
+        if (began := time.monotonic()) - self._looked > self._pause:
             self._cut_the_useless()
+            self._looked = time.monotonic()
+            self._pause = max(_LATEST, _REST * (self._looked - began))
         for lane in list(self._busy):
             while lane.shipments and lane.shipments[0].left:
                 lane.shipments.popleft().done()

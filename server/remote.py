@@ -69,7 +69,8 @@ class Remote:
         self._context = context
         self._loop = loop
         self._sessions = sessions
-        self._most = most
+        # More than all sessions may have would be strangers, each of whom has to be looked after.
+        self._most = min(most, MOST_SESSIONS * (1 + protocol.MAX_LANES))
         self._threads = threads
         self._timings = timings
         self._members: dict[tuple[Network, bytes], Connection] = {}

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from headrace import protocol
 from headrace.errors import ConfigError
 from headrace.protocol import Alive, Get, Goodbye, Ping, Rows
 from headrace.server.network import TIMINGS, Lane, Network
+from headrace.server.remote import Remote
 from headrace.workers.loop import Loop
 
 TIMEOUT = 20.0
@@ -401,6 +403,36 @@ def test_strangers_that_come_and_go_leave_nothing_behind(
     assert hub.network.connections == 1
     assert set(hub.network._spoke) == hub.known
     assert len(hub.network._cut_off) == 0
+
+
+def test_the_longer_it_takes_to_look_at_all_connections_the_less_often_that_is_done(
+    hubs: Callable[..., Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a crowd, for one, which comes faster than it is sent away."""
+    hub = hubs()
+    looked: list[float] = []
+
+    def look() -> None:
+        looked.append(time.monotonic())
+        time.sleep(0.05)
+
+    monkeypatch.setattr(hub.network, "_cut_the_useless", look)
+    hub.until(lambda: len(looked) == 3)
+    assert looked[2] - looked[1] >= 20 * 0.05
+
+
+def test_there_are_no_more_connections_than_all_sessions_may_have(hubs: Callable[..., Hub]) -> None:
+    hub = hubs()
+    made = Remote(hub.context, hub.loop, mock.Mock(), 1 << 20, threads=range(1), timings=TIMINGS)
+    try:
+        made.listen("tcp://127.0.0.1:*")
+        assert made._public is not None
+        for there, crowded in ((1024 * 17, False), (1024 * 17 + 1, True)):
+            made._public._connections = dict.fromkeys(range(there), mock.Mock())
+            assert made._public._crowded() is crowded
+        made._public._connections.clear()
+    finally:
+        made.close()
 
 
 def test_of_what_is_large_one_waits_for_a_peer_that_does_not_read(
