@@ -66,7 +66,7 @@ class Hub:
             crowded=lambda: False,
             known=lambda network, identity: True,
             gate=self.gate,
-            timings=TIMINGS,
+            timings=dataclasses.replace(TIMINGS, attach=4.0),  # so long libzmq may hold on to who is not answered for
         )
         self.endpoint = self.network.bind("tcp://127.0.0.1:*")
         self._peers: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -85,6 +85,7 @@ class Hub:
             load.secure(made)
         for option, value in options.items():
             setattr(made, option, value)
+        made.get_monitor_socket(zmq.EVENT_DISCONNECTED)  # for who asks for it later: the end may be sooner
         made.connect(self.endpoint)
         made.send(PING)
         return made
