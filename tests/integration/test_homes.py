@@ -50,7 +50,7 @@ def test_each_gpu_renders_for_the_trainer_on_it(address: str, monkeypatch: pytes
             device = LateDevice(asks=0)
             device.bus = bus
             monkeypatch.setattr(headrace.loader, "open_device", lambda given, device=device: device)
-            loader = Loader(address, batch_size=ROWS, rank=rank, world_size=2, prefetch=1, device="cuda")
+            loader = Loader(address, batch_size=ROWS, rank=rank, world_size=2, prefetch=0, device="cuda")
             loaders.append(stack.enter_context(loader))
         taken: list[tuple[Batch, Batch]] = list(zip(*loaders, strict=True))
         assert len(taken) == 3
