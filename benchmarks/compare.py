@@ -311,6 +311,7 @@ def made(
     command += ["--quick"] if args.quick else []
     command += ["--data", "DIR"] if args.data is not None else []
     command += ["--workers", str(args.workers), "--batch-size", str(args.batch_size)]
+    command += ["--sides", *args.sides] if args.sides is not None else []
     return results.Section(
         name=name,
         title=plan.title,
