@@ -20,8 +20,7 @@ from hypothesis import HealthCheck, settings
 from numpy.typing import NDArray
 
 ROOT = Path(__file__).parents[1]
-# The same examples on every machine, and none that fails for being slow.
-# No test fails because the machine is slow: neither at an example nor at making some.
+# The same examples on every machine, and none that fails for being slow, or slow to make.
 settings.register_profile(
     "headrace", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
