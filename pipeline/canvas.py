@@ -1,7 +1,7 @@
 """Pixels between NumPy and Pillow, with no more copies than there must be.
 
-A tenth of what a large photo takes beside its decoding would else go into memory: Pillow clears what it then writes to,
-and gives pixels away in pieces.
+Left to itself Pillow clears memory that it then writes to, in pages that the kernel has to find for each picture, and
+gives pixels away in pieces that are put together afterwards.
 """
 
 from __future__ import annotations
