@@ -314,7 +314,10 @@ def test_progress_of_indexing_is_waited_for(socket_file: Path) -> None:
 
 
 def test_ctrl_c_in_next_leaves_the_position_and_the_loader_usable(socket_file: Path) -> None:
-    with ScriptedDaemon(socket_file, behave=lambda get: Do.NOTHING) as daemon, open_loader(daemon) as loader:
+    def first_never(get: Get) -> Do:
+        return Do.NOTHING if get.epoch == 0 else Do.ANSWER
+
+    with ScriptedDaemon(socket_file, behave=first_never) as daemon, open_loader(daemon) as loader:
         timer = threading.Timer(0.3, _thread.interrupt_main)
         timer.start()
         with pytest.raises(KeyboardInterrupt):
@@ -323,7 +326,6 @@ def test_ctrl_c_in_next_leaves_the_position_and_the_loader_usable(socket_file: P
         timer.join()
         assert loader.state_dict()["position"] == 0
         loader.set_epoch(1)
-        daemon.behave = lambda get: Do.ANSWER
         check_epoch(loader, 1)
 
 

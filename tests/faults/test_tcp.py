@@ -414,13 +414,12 @@ def test_who_asks_for_what_there_is_not_is_told_what_there_is(
 def test_a_flood_of_strangers_keeps_nobody_waiting(patient: Daemon, home: Path) -> None:
     """Nonsense, Hellos and Pings whose answers are not read, as fast as they go."""
     flood = f"""
-import itertools, socket, sys, time, zmq
+import zmq
 from headrace import protocol
 from headrace.protocol import Get, Hello, Ping
 messages = [b"x" * 20, protocol.encode(Hello(stream=None, transport="tcp")), protocol.encode(Ping()),
             protocol.encode(Get(token=bytes(16), request=1, epoch=0, chunk=0))]
-end = time.monotonic() + 25
-while time.monotonic() < end:
+while True:
     context = zmq.Context()
     sockets = [context.socket(zmq.DEALER) for _ in range(20)]
     for s in sockets:
