@@ -255,6 +255,11 @@ class Desk:
         return sum(bool(slot.leases) for slot in self.cache.slots)
 
     @property
+    def wanted(self) -> bool:
+        """Whether there is a request without an answer."""
+        return bool(self._waiters)
+
+    @property
     def waiting(self) -> int:
         """Requests that have no answer yet."""
         return sum(map(len, self._waiters.values()))

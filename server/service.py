@@ -631,8 +631,12 @@ class Service:
                 elif not connection.transport.deliver(delivery, host.at):
                     self.expel(connection, "a chunk could not be sent: it is gone, or takes nothing")
                 clock.lap("send", nbytes=delivery.rows * host.at.ring.layout.image_bytes)
-        while self._supervisor.idle and self._submit_one():
+        while self._wanting() and self._supervisor.idle and self._submit_one():
             pass
+
+    def _wanting(self) -> bool:
+        """Whether anybody waits for anything; it is asked for in every turn."""
+        return any(host.at.desk.wanted for host in self._hosts if host.at is not None)
 
     def _submit_one(self) -> bool:
         # A GPU that has room serves those at home there first, then the others.

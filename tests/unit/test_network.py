@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -134,6 +137,27 @@ def bare() -> Iterator[Callable[..., BareClient]]:
 def fields(*sizes: int) -> list[NDArray[np.uint8]]:
     rng = np.random.default_rng(sum(sizes))
     return [rng.integers(0, 256, size, np.uint8) for size in sizes]
+
+
+def send_buffer(peer: socket.socket) -> int:
+    """Of the other end of a connection, which is in this process, too."""
+    for entry in Path("/proc/self/fd").iterdir():
+        if entry.is_socket():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as end:
+                if end.getpeername() == peer.getsockname():
+                    return end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    raise AssertionError("there is no other end")
+
+
+@pytest.mark.parametrize(("source", "near"), [("127.0.0.1", True), ("127.0.0.2", False)])
+def test_of_what_goes_to_the_same_address_the_kernel_holds_little(
+    hubs: Callable[..., Hub], source: str, near: bool
+) -> None:
+    hub = hubs()
+    port = int(hub.endpoint.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), source_address=(source, 0)) as peer:
+        hub.until(lambda: hub.network.connections)
+        assert (send_buffer(peer) == 512 << 10) is near
 
 
 # -- rows -------------------------------------------------------------------------------------------------------
