@@ -332,32 +332,6 @@ def test_what_a_carrier_does_not_take_in_a_direction_is_refused(direction: str, 
         decode(encoded)
 
 
-@by_direction
-@given(junk=st.binary(max_size=200), versioned=st.booleans())
-def test_random_bytes_are_a_protocol_error_and_nothing_else(direction: str, junk: bytes, versioned: bool) -> None:
-    decode, known = DIRECTIONS[direction]
-    try:
-        message = decode(bytes([protocol.VERSION]) * versioned + junk)
-    except ProtocolError:
-        return
-    assert isinstance(message, known)  # a lucky hit: `Ping` is short
-
-
-@by_direction
-@given(data=st.data())
-def test_a_damaged_message_is_another_message_or_a_protocol_error(direction: str, data: st.DataObject) -> None:
-    decode, known = DIRECTIONS[direction]
-    encoded = bytearray(protocol.encode(data.draw(messages(direction))))
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(encoded) - 1))
-        encoded[at] = data.draw(st.integers(0, 255))
-    del encoded[data.draw(st.integers(0, len(encoded))) :]
-    try:
-        assert isinstance(decode(bytes(encoded)), known)
-    except ProtocolError:
-        pass
-
-
 @given(version=st.integers(0, 255).filter(lambda v: v != protocol.VERSION))
 def test_another_version_is_refused_by_number_whatever_follows(version: int) -> None:
     text = f"protocol version {version}, this side speaks {protocol.VERSION}: install the same release"
