@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from service import Daemon, Trainer, Truth, merged, stream, until
 
-ENTRIES = 600
+ENTRIES = 300
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_daemon_that_restarts_in_the_middle_changes_nothing(folder: Path, home
     assert trainer.rows() == Truth(daemon.config, home / "cache").rows(0)
 
 
-@pytest.mark.parametrize("steps", [1, pytest.param(7, marks=pytest.mark.soak), 37])
+@pytest.mark.parametrize("steps", [1, pytest.param(7, marks=pytest.mark.soak), 18])
 def test_a_resumed_trainer_goes_on_with_the_very_next_batch(folder: Path, home: Path, steps: int) -> None:
     with Daemon(home, {"train": stream(folder)}, workers=2, slots=4) as daemon:
         with Trainer(daemon.address, home / "a.jsonl", epochs=2, steps=steps) as trainer:

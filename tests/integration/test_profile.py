@@ -62,9 +62,9 @@ def test_a_throttled_source_is_named(photos: Path, home: Path, monkeypatch: pyte
 
 
 def test_large_photos_are_named(home: Path) -> None:
-    """Of 24 megapixels, shown at 64 by 64."""
+    """Of 12 megapixels, shown at 64 by 64."""
     (home / "large" / "a").mkdir(parents=True)
-    across, down = np.meshgrid(np.arange(6000), np.arange(4000))
+    across, down = np.meshgrid(np.arange(4000), np.arange(3000))
     Image.fromarray((across // 16 ^ down // 16).astype(np.uint8)).convert("RGB").save(home / "large" / "a" / "0.jpg")
     for i in range(1, 8):
         os.link(home / "large" / "a" / "0.jpg", home / "large" / "a" / f"{i}.jpg")
@@ -75,10 +75,10 @@ def test_large_photos_are_named(home: Path) -> None:
     assert done.returncode == 0, done.stderr.decode()
     found = json.loads(done.stdout)
     assert found["verdict"]["stage"] == "decode", found
-    assert "24.00 megapixels" in found["what"]
+    assert "12.00 megapixels" in found["what"]
     assert "decode: {dct_scaling: true}" in [line for advice in found["advice"] for line in advice["lines"]]
     assert any("500 images/s take" in advice["text"] for advice in found["target"])
-    assert page.read_text().startswith("<!doctype html>") and "24.00 megapixels" in page.read_text()
+    assert page.read_text().startswith("<!doctype html>") and "12.00 megapixels" in page.read_text()
 
 
 @pytest.fixture

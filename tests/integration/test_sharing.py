@@ -24,7 +24,7 @@ def taker(daemon: Daemon, batch_size: int, dtype: str = "uint8") -> Loader:
 def test_trainers_of_different_batch_sizes_that_keep_pace_compute_each_chunk_once(
     many: Callable[[int], Path], home: Path
 ) -> None:
-    with Daemon(home, {"train": stream(many(600))}, workers=2) as daemon:
+    with Daemon(home, {"train": stream(many(300))}, workers=2) as daemon:
         trainers = [
             Trainer(daemon.address, home / f"{size}.jsonl", batch_size=size, epochs=2).start()
             for size in (5, 16, 33, 64)
@@ -33,7 +33,7 @@ def test_trainers_of_different_batch_sizes_that_keep_pace_compute_each_chunk_onc
             trainer.wait()
         status = daemon.status()
     # The beginning of a third epoch was fetched ahead, as far as memory for two batches goes.
-    assert status.recomputed == 0 and 300 <= status.computed <= 300 + 3 * 64 // 4
+    assert status.recomputed == 0 and 150 <= status.computed <= 150 + 3 * 64 // 4
     truth = Truth(daemon.config, home / "cache")
     for trainer in trainers:
         assert trainer.rows() == truth.rows(0) + truth.rows(1)
@@ -43,8 +43,8 @@ def test_in_step_a_ring_that_spans_the_trainers_computes_each_chunk_once(
     many: Callable[[int], Path], home: Path
 ) -> None:
     """Four Loaders in one process take turns by position: none is ahead by more than its batches in memory."""
-    with Daemon(home, {"train": stream(many(480))}, workers=2, slots=6) as daemon, ExitStack() as stack:
-        in_step(*(stack.enter_context(taker(daemon, size)) for size in (3, 5, 7, 11)), until=480)
+    with Daemon(home, {"train": stream(many(240))}, workers=2, slots=6) as daemon, ExitStack() as stack:
+        in_step(*(stack.enter_context(taker(daemon, size)) for size in (3, 5, 7, 11)), until=240)
         status = daemon.status()
     assert status.recomputed == 0
 
@@ -98,9 +98,9 @@ def test_one_that_is_behind_takes_nothing_from_others_of_other_batch_sizes_and_f
 
 
 def test_two_trainers_whose_batches_are_larger_than_the_ring_finish(many: Callable[[int], Path], home: Path) -> None:
-    with Daemon(home, {"train": stream(many(600))}, workers=2, slots=4) as daemon:
+    with Daemon(home, {"train": stream(many(300))}, workers=2, slots=4) as daemon:
         trainers = [
-            Trainer(daemon.address, home / f"{size}.jsonl", batch_size=size, epochs=2).start() for size in (300, 257)
+            Trainer(daemon.address, home / f"{size}.jsonl", batch_size=size, epochs=2).start() for size in (150, 129)
         ]
         for trainer in trainers:
             trainer.wait()
@@ -110,8 +110,8 @@ def test_two_trainers_whose_batches_are_larger_than_the_ring_finish(many: Callab
 
 
 def test_a_trainer_that_comes_late_gets_the_whole_epoch(many: Callable[[int], Path], home: Path) -> None:
-    with Daemon(home, {"train": stream(many(400))}, workers=2, slots=5) as daemon:
-        with Trainer(daemon.address, home / "first.jsonl", steps=12) as first:
+    with Daemon(home, {"train": stream(many(200))}, workers=2, slots=5) as daemon:
+        with Trainer(daemon.address, home / "first.jsonl", steps=6) as first:
             first.wait()
         with Trainer(daemon.address, home / "late.jsonl", batch_size=10) as late:
             late.wait()
