@@ -12,8 +12,8 @@ from signal import SIGCONT, SIGKILL, SIGSTOP
 import pytest
 from service import Daemon, Trainer, Truth, at_work, signal_, stream, until
 
-ENTRIES = 2000
-EPOCHS = 50  # more than is ever reached: trainers are ended when the faults are over
+ENTRIES = 500
+EPOCHS = 200  # more than is ever reached: trainers are ended when the faults are over
 
 
 class Scene:
