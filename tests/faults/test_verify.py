@@ -63,7 +63,7 @@ class Command:
         return self._err.read_text()
 
 
-def write(home: Path, folder: Path, *, backend: str = "pillow", workers: int = 2, **more: Any) -> Path:
+def write(home: Path, folder: Path, *, backend: str = "pillow", workers: int = 1, **more: Any) -> Path:
     file = home / "headrace.yaml"
     streams = {"train": stream(folder, size=64, **more)}
     file.write_text(yaml.safe_dump({"workers": {"processes": workers, "backend": backend}, "streams": streams}))
@@ -168,20 +168,20 @@ def interrupted(config: Path, home: Path, chunks: int = 3) -> int:
 
 
 def test_who_wants_to_start_anew_does_and_so_does_who_changed_what_decides(large: Path, home: Path) -> None:
-    config = write(home, large, workers=1)
+    config = write(home, large)
     interrupted(config, home)
     again = Command(config, "--restart")
     assert again.end() == 1
     assert "goes on" not in again.log and len(again.list) == 6
 
     interrupted(config, home)
-    limited = Command(write(home, large, workers=1, decode={"max_file_bytes": 10}))
+    limited = Command(write(home, large, decode={"max_file_bytes": 10}))
     assert limited.end() == 1
     assert "goes on" not in limited.log and len(limited.list) == 1 + MANY
 
 
 def test_a_file_that_changed_after_it_was_judged_is_judged_again(large: Path, home: Path) -> None:
-    config = write(home, large, workers=1)
+    config = write(home, large)
     interrupted(config, home)
     bad = sorted(large.glob("*/*"))[0]
     folder = bad.parent.stat()
@@ -191,7 +191,7 @@ def test_a_file_that_changed_after_it_was_judged_is_judged_again(large: Path, ho
 
 
 def test_a_file_that_was_replaced_and_indexed_again_is_judged_again(large: Path, home: Path) -> None:
-    config = write(home, large, workers=1)
+    config = write(home, large)
     interrupted(config, home)
     bad, good = sorted(large.glob("*/*"))[:1][0], sorted(large.glob("*/*"))[5]
     data = good.read_bytes()
@@ -205,7 +205,7 @@ def test_a_file_that_was_replaced_and_indexed_again_is_judged_again(large: Path,
 
 
 def test_the_second_of_two_is_told(large: Path, home: Path) -> None:
-    config = write(home, large, workers=1)
+    config = write(home, large)
     first = Command(config)
     until(lambda: judged(home) >= 1, "a chunk to be judged")
     with pytest.raises(Taken, match="stream train: another `headrace verify` is at work on it"):
@@ -216,7 +216,7 @@ def test_the_second_of_two_is_told(large: Path, home: Path) -> None:
 
 def test_without_a_cache_that_can_be_written_it_runs_and_says_that_it_starts_anew(large: Path, home: Path) -> None:
     (home / "file").write_text("")
-    config = write(home, large, workers=1)
+    config = write(home, large)
     config.write_text(config.read_text() + f"cache_dir: {home}/file/cache\n")
     run = Command(config)
     assert run.end() == 1
@@ -231,7 +231,7 @@ def test_pictures_that_kill_workers_are_convicted_as_in_serving(many: Callable[[
     folder = many(70)
     killers = [worsen(folder, number, CRASH) for number in (3, 4, 66)]
     bad = worsen(folder, 40, REJECT)
-    config = write(home, folder, backend="fake", max_bad=1.0)
+    config = write(home, folder, backend="fake", workers=2, max_bad=1.0)
     listed = found(config)
     assert [(row[2], row[3]) for row in listed] == [
         (killers[0], "worker"), (killers[1], "worker"), (bad, "decode"), (killers[2], "worker")
@@ -267,7 +267,7 @@ def test_a_picture_that_hangs_workers_is_convicted(many: Callable[[int], Path], 
 
 
 def test_workers_that_are_killed_at_work_change_nothing(large: Path, home: Path) -> None:
-    config = write(home, large)
+    config = write(home, large, workers=2)
     run = Command(config)
     for chunks in (2, 5, 8):
         until(lambda: judged(home) >= chunks, "some chunks to be judged")  # noqa: B023
