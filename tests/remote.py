@@ -30,19 +30,20 @@ class RemoteClient:
         self.address = address
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.control = self.connect()
-        self.lanes = [self.connect(unread) for _ in range(lanes)]
+        self.lanes: list[zmq.Socket[bytes]] = []
         try:
-            self._join(stream)
+            self._join(stream, lanes, unread)
         except BaseException:
             self.close()
             raise
 
-    def _join(self, stream: str | None) -> None:
+    def _join(self, stream: str | None, lanes: int, unread: int) -> None:
         self.say(Hello(stream=stream, transport="tcp", client="raw"))
         welcome = self.told(Welcome)
         assert isinstance(welcome, Welcome)
         self.welcome = welcome
-        for number, lane in enumerate(self.lanes, start=1):
+        for number in range(1, 1 + lanes):
+            self.lanes.append(lane := self.connect(unread))  # not before: who says nothing for long is cut off
             self.say(Attach(token=welcome.token, lane=number), lane)
             assert self.told(Attached, lane) == Attached(lane=number)
 
@@ -51,6 +52,7 @@ class RemoteClient:
         made.linger = 0
         made.rcvhwm = unread
         made.sndhwm = 0
+        made.sndtimeo = int(1000 * TIMEOUT)  # when it has been cut off, there is nobody to send to
         made.reconnect_ivl = -1
         made.connect(self.address)
         return made
