@@ -213,10 +213,10 @@ def test_a_device_that_takes_nothing_is_named_after_the_timeout() -> None:
 
 
 def test_memory_that_a_device_may_still_read_in_the_end_is_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_END", 0.05)
     lost: list[Any] = []
     monkeypatch.setattr(staging, "_lost", lost)
-    for asks, kept in ((5, 0), (1 << 60, 2)):
+    for asks, patience, kept in ((5, 20.0, 0), (1 << 60, 0.05, 2)):
+        monkeypatch.setattr(staging, "_END", patience)
         output = Output("uint8")
         there = form(output, staged(LateDevice(asks=asks), output))
         make(there), make(there, 1)
