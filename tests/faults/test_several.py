@@ -296,13 +296,15 @@ def test_what_was_taken_back_is_given_back_to_whoever_brings_it(place: Path) -> 
         ScriptedDaemon(place / "b", behave=slow) as b,
         open_loader(a, b.tcp_address, transport="auto") as loader,
     ):
-        for epoch in (5, 3, 9, 4):
+        for epoch in range(200, 0, -1):
             loader.set_epoch(epoch)
             batches = iter(loader)
             next(batches)
-        loader.set_epoch(2)
-        check_epoch(loader, 2)
+            if epoch < 197 and a.cancelled and b.cancelled:  # each owed something by then, once at least
+                break
         assert a.cancelled and b.cancelled
+        loader.set_epoch(0)
+        check_epoch(loader, 0)
         a.wait_released()
         b.wait_released()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import photos as samples
 import pytest
 import yaml
 from PIL import Image
@@ -40,20 +41,25 @@ def written(home: Path, of: dict[str, Any]) -> Path:
     return file
 
 
-def test_a_throttled_source_is_named(photos: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every read takes 20 ms, as on a network disk far away, where rendering takes one or two."""
+def test_a_throttled_source_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read takes 40 ms, as on a disk far away, where decoding takes some ten and the rest next to none."""
+    (home / "photos" / "sea").mkdir(parents=True)
+    Image.fromarray(samples.landscape("sea", 0, 900, 1200)).save(home / "photos" / "sea" / "0.jpg")
+    for i in range(1, 32):
+        os.link(home / "photos" / "sea" / "0.jpg", home / "photos" / "sea" / f"{i}.jpg")
     (home / "site").mkdir()
     (home / "site" / "sitecustomize.py").write_text(
         "import os, time\n"
         "really = os.read\n"
         "def read(fd, size):\n"
         "    if os.readlink(f'/proc/self/fd/{fd}').endswith('.jpg'):\n"
-        "        time.sleep(0.02)\n"
+        "        time.sleep(0.04)\n"
         "    return really(fd, size)\n"
         "os.read = read\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(home / "site"), prepend=os.pathsep)  # of the daemon and its workers
-    found = profile.profile(Config.load(written(home, stream(photos))), "train", quiet, workers=[1], seconds=1.0)
+    config = Config.load(written(home, stream(home / "photos")))
+    found = profile.profile(config, "train", quiet, workers=[1], seconds=1.0)
     assert found.verdict.stage == "read", found
     assert found.headroom is not None and found.headroom.then == "decode"
     assert found.headroom.rate > 2 * found.best.rate
