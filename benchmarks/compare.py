@@ -257,7 +257,7 @@ def section(args: argparse.Namespace, name: str) -> tuple[str, common.Rounds]:
 def wire(args: argparse.Namespace) -> tuple[str, common.Rounds]:
     if args.sides is not None:
         return "", {}
-    chunks = 64 if args.quick else 800
+    chunks = 64 if args.quick else 3000
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as home:
         options = ("--folder", tcp.pictures(Path(home)), "--chunks", chunks, "--window", 8)
         rounds = common.interleaved(
