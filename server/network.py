@@ -52,8 +52,8 @@ _BACKLOG = 1024
 _IDENTITY = 5
 #: Seconds that last words get when the daemon ends.
 _LINGER = 0.5
-#: Bytes that the kernel holds for a peer on this host; it grants twice as many. Of the megabytes that it comes to by
-#: itself, each is out of the nearer caches before the peer reads it: of a Loader's rate in benchmarks/tcp.py, a tenth.
+#: Bytes that the kernel holds for a peer on this host; it grants twice as many, as far as net.core.wmem_max allows. Of
+#: the megabytes that it comes to by itself, each is out of the nearer caches before the peer reads it.
 _NEAR = 256 << 10
 #: Bytes that a peer may have sent without a message coming of them: more than all that a session may ask for at once;
 #: and in a second, for heartbeats.
@@ -279,7 +279,7 @@ class Network:
         """What `use` makes of a connection of libzmq's; 0 if it is none any more, as it may be at any moment."""
         # The descriptor is libzmq's, so it is not closed here, and by now it may be somebody else's: only a connection
         # to us is touched. A duplicate would be safer, but there may be no descriptor left for it.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, IndexError):  # the latter where it has no address by now
             connection = socket.socket(fileno=fd)
             try:
                 internet = connection.family in (socket.AF_INET, socket.AF_INET6)
@@ -456,7 +456,7 @@ def _received(connection: socket.socket) -> int:
 
 
 def _keep_near(connection: socket.socket) -> int:
-    """Hold less for a peer on this host: nothing of it is under way for long."""
+    """Hold less for a peer at the same address, which is on this host: nothing is under way for long."""
     if connection.getpeername()[0] == connection.getsockname()[0]:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _NEAR)
     return 0

@@ -127,7 +127,7 @@ def test_a_backend_that_kills_worker_after_worker_is_left_alone_for_a_while(
     plant: Callable[..., Plant], order: Order, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(roster, "CRASHES", 3)
-    monkeypatch.setattr(roster, "BACKEND_DELAYS", (3.0, 1000.0))
+    monkeypatch.setattr(roster, "BACKEND_DELAYS", (10.0, 1000.0))  # longer than a worker takes to start
     order("crash")
     at = plant(40)
     done: list[str] = []

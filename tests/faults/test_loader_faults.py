@@ -319,8 +319,8 @@ def test_ctrl_c_in_next_leaves_the_position_and_the_loader_usable(socket_file: P
 
     with ScriptedDaemon(socket_file, behave=first_never) as daemon, open_loader(daemon) as loader:
         timer = threading.Timer(0.3, _thread.interrupt_main)
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             for _ in loader:
                 pass
         timer.join()

@@ -42,7 +42,6 @@ from headrace.protocol import (
 SLOTS = 5
 WORKERS = 1
 CHUNKS = 40
-CHUNK_BYTES = 4 * 512 * 512 * 3
 
 #: Seconds after which the daemon of these tests holds peers for gone.
 QUICK = {"heartbeat": 0.3, "silence": 2.0, "stuck": 2.0, "probe": 0.3, "attach": 2.0}
@@ -130,9 +129,7 @@ def test_a_client_that_never_reads_holds_its_share_and_others_get_their_epoch(
     share = SLOTS - WORKERS  # of who is alone
     until(lambda: patient.status().delivered >= share, "its share")
     time.sleep(1)
-    # A chunk that fits whole into the kernel's buffer for sending, which grows up to its limit, has left.
-    largest = int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[2])
-    assert patient.status().delivered <= share + largest // CHUNK_BYTES
+    assert patient.status().delivered == share  # the kernel holds less than a chunk, so none has left
     epoch_is_whole(patient, home)
     until(lambda: patient.ping().sessions == 1, "the end of the honest session")
     delivered = patient.status().delivered  # the honest trainer's with it, and what it was sent of the next epoch
@@ -159,9 +156,10 @@ def test_a_client_that_reads_a_byte_at_a_time_gets_what_it_asked_for_and_keeps_n
     daemon: Daemon, clients: list[RemoteClient | BareClient], home: Path
 ) -> None:
     bare = BareClient(daemon.tcp_address)
-    lane = BareClient(daemon.tcp_address, receive_buffer=4096)
-    clients += [bare, lane]
+    clients.append(bare)
     token = joined(bare)
+    lane = BareClient(daemon.tcp_address, receive_buffer=4096)  # not before, or it is cut off where that takes long
+    clients.append(lane)
     lane.say(Attach(token=token, lane=1))
     lane.told()
     bare.say(Get(token=token, request=1, epoch=0, chunk=3, first=1, count=1))
@@ -177,8 +175,9 @@ def test_a_client_that_reads_a_byte_at_a_time_gets_what_it_asked_for_and_keeps_n
     other.get(1, 3, first=1, count=1)
     picture = other.rows()[1]["images"].tobytes()
     while picture not in head:
-        assert len(head) < 2 * len(picture)
-        head += lane.socket.recv(1 << 20)
+        more = lane.socket.recv(1 << 20)
+        assert more and len(head) < 2 * len(picture)
+        head += more
 
 
 def joined(bare: BareClient) -> bytes:

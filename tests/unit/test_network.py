@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import struct
+import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -62,13 +65,16 @@ class Hub:
         )
         self.endpoint = self.network.bind("tcp://127.0.0.1:*")
 
-    def until(self, done: Callable[[], Any], timeout: float = TIMEOUT) -> None:
-        """Turn the loop."""
+    def until(self, done: Callable[[], Any], timeout: float = TIMEOUT, *, turn: bool = True) -> None:
+        """Turn the loop, unless it is not to take anything yet."""
         deadline = time.monotonic() + timeout
         while not done():
             assert time.monotonic() < deadline, f"not within {timeout} s"
-            self.loop.run_once(0.01)
-            self.network.sweep()
+            if turn:
+                self.loop.run_once(0.01)
+                self.network.sweep()
+            else:
+                time.sleep(0.01)
 
     def turn(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -139,14 +145,26 @@ def fields(*sizes: int) -> list[NDArray[np.uint8]]:
     return [rng.integers(0, 256, size, np.uint8) for size in sizes]
 
 
-def send_buffer(peer: socket.socket) -> int:
-    """Of the other end of a connection, which is in this process, too."""
+def of_other_end(peer: socket.socket, ask: Callable[[socket.socket], int]) -> int:
+    """What is so at the other end of a connection, which is in this process, too."""
     for entry in Path("/proc/self/fd").iterdir():
         if entry.is_socket():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as end:
                 if end.getpeername() == peer.getsockname():
-                    return end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+                    return ask(end)
     raise AssertionError("there is no other end")
+
+
+def send_buffer(end: socket.socket) -> int:
+    return end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+def unread(end: socket.socket) -> int:
+    return int.from_bytes(fcntl.ioctl(end, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def on_its_way(end: socket.socket) -> int:
+    return int.from_bytes(fcntl.ioctl(end, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 @pytest.mark.parametrize(("source", "near"), [("127.0.0.1", True), ("127.0.0.2", False)])
@@ -157,7 +175,8 @@ def test_of_what_goes_to_the_same_address_the_kernel_holds_little(
     port = int(hub.endpoint.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), source_address=(source, 0)) as peer:
         hub.until(lambda: hub.network.connections)
-        assert (send_buffer(peer) == 512 << 10) is near
+        most = int(Path("/proc/sys/net/core/wmem_max").read_text())  # the kernel grants twice that, and no more
+        assert (of_other_end(peer, send_buffer) == 2 * min(256 << 10, most)) is near
 
 
 # -- rows -------------------------------------------------------------------------------------------------------
@@ -262,7 +281,7 @@ def test_a_network_looks_less_and_less_often_after_rows_that_do_not_leave(
         waits.append(hub.network.patience)
         hub.loop.run_once(hub.network.patience)
         hub.network.sweep()
-    assert waits[0] < 0.01 and waits[-1] == 0.25 and len(waits) < 60
+    assert waits[0] < waits[-1] == 0.25 and len(waits) < 60
 
 
 # -- who is there -----------------------------------------------------------------------------------------------
@@ -374,19 +393,19 @@ def test_connections_beyond_the_most_are_cut_off_and_the_others_go_on(
 def test_connections_that_belong_to_no_session_are_cut_off_after_a_while_and_the_others_stay(
     hubs: Callable[..., Hub], peers: Callable[..., zmq.Socket[bytes]]
 ) -> None:
-    hub = hubs(attach=0.5)
+    hub = hubs(attach=1.5)
     peer, idle, asking, refused = (peers(hub.endpoint) for _ in range(4))
     hub.known.add(hub.lane(peer).identity)
     hub.lane(asking)
-    hub.turn(0.3)
+    hub.turn(0.8)
     identity = hub.lane(refused).identity
     hub.network.send(identity, ALIVE)
     hub.network.mute(identity)
-    hub.turn(0.3)
-    assert refused.poll(0) and refused.recv() == protocol.encode(ALIVE)  # what it was told has got out
+    hub.turn(0.8)
+    assert refused.poll(5000) and refused.recv() == protocol.encode(ALIVE)  # what it was told has got out
     hub.until(lambda: hub.network.connections == 1)
     assert idle.poll(0) == 0
-    hub.turn(1.0)
+    hub.turn(2.0)
     hub.lane(peer)
     hub.known.clear()
     hub.until(lambda: hub.network.connections == 0)
@@ -403,7 +422,8 @@ def test_a_client_that_breaks_off_with_all_it_may_have_said_unread_ends_nothing(
     said = (b"\x00" + bytes([len(data)]) + data) * (protocol.MAX_OUTSTANDING // 64)
     for _ in range(64):
         client.socket.sendall(said + b"\x04\x07\x04PING\x00\x00")
-    time.sleep(0.2)
+    # What libzmq has not read is lost with a connection that is broken off.
+    hub.until(lambda: not on_its_way(client.socket) and not of_other_end(client.socket, unread), turn=False)
     client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
     time.sleep(0.1)
