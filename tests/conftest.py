@@ -38,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _warm_up() -> None:
     """Starts what a library starts once per process and keeps for good, so that no test is blamed for it."""
+    # BLAS takes 32 MiB for its first product.
+    square = np.ones((256, 256), np.float32)
+    square @ square
     try:
         import torch
     except ImportError:
