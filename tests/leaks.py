@@ -28,7 +28,7 @@ TOKEN = "HEADRACE_TEST_SESSION"
 LARGE = 96 << 20
 
 #: Seconds that what is ending has to end.
-PATIENCE = 5.0
+PATIENCE = 20.0
 
 
 @dataclass(frozen=True)
