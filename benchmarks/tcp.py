@@ -23,10 +23,8 @@ Loader`:
     Loader: 3.15 GB/s
     holds  the daemon over the bare program, median of the rounds' ratios: 0.9005 >= 0.9
 
-and a little before, by compare.py, 0.94 (0.92 to 0.95). Both CPUs are at work without a pause then, so that whatever
-either side does beside the copies counts: of the daemon's CPU time a sixth to a fifth is Python's, as it is of the bare
-program's, and the client's is a tenth more for messages that have types. Two cores leave nothing for more connections
-to gain.
+and a little before, by compare.py, 0.94 (0.92 to 0.95). Both CPUs are at work without a pause, so that whatever either
+side does beside the copies counts, as do the messages that have types.
 """
 
 from __future__ import annotations

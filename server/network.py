@@ -359,7 +359,7 @@ class Network:
             fields: contiguous, a frame each behind the head. They must not change until `done` is called.
             done: called by `sweep`, once libzmq has let go of everything; at once if nothing is sent.
         """
-        send, trackers = self._router.send, []
+        put, trackers = self._router.send, []
         frames: list[zmq.Frame | memoryview] = []
         for array in fields:
             if array.nbytes > _COPIED:
@@ -369,16 +369,16 @@ class Network:
             else:
                 frames.append(array.data)
         try:
-            send(lane.identity, _MORE)
+            put(lane.identity, _MORE)
         except zmq.ZMQError:
             done()
             return False
         # From here on nothing fails: a message is refused as a whole, at its beginning.
-        send(protocol.encode(head), _MORE)
+        put(protocol.encode(head), _MORE)
         last = frames.pop()
         for part in frames:
-            send(part, _MORE)
-        send(last, _NOBLOCK)
+            put(part, _MORE)
+        put(last, _NOBLOCK)
         lane.shipments.append(_Shipment(trackers, done, time.monotonic()))
         self._busy.add(lane)
         return True
